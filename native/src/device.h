@@ -1,0 +1,102 @@
+// One device directory: its objects, and asynchronous aligned I/O on them.
+//
+// Ownership: an IoRequest belongs to the submitter again as soon as complete() is called.
+// Threads: submit() may be called from any thread and never blocks. complete() runs on one of the
+//   device's own threads, without locks held; it may submit further requests but must not block.
+// Errno: results are 0 or a negative errno; short transfers are continued inside, and a read past
+//   an object's end is filled with zeros.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace fpfs {
+
+inline constexpr uint64_t kIoAlignment = 4096;
+
+enum class IoBackend { Auto, IoUring, Threads };
+
+// How records of the native plane reach the log. Called from any thread.
+using LogSink = std::function<void(int level, const std::string& message)>;
+
+class Object;  // an open file on the device; closed when the last reference goes
+using ObjectRef = std::shared_ptr<Object>;
+
+enum class IoOp : uint8_t {
+  Read,      // buffer, offset, length: multiples of kIoAlignment
+  Write,     // likewise
+  Flush,     // fdatasync of the object (its size too)
+  Allocate,  // fallocate [offset, offset + length), extending the object's size
+  Punch,     // fallocate PUNCH_HOLE | KEEP_SIZE
+  Truncate,  // to `length` bytes
+};
+
+struct IoRequest {
+  virtual ~IoRequest() = default;
+  virtual void complete(int result) = 0;
+
+  IoOp op = IoOp::Read;
+  ObjectRef object;
+  uint64_t offset = 0;
+  uint64_t length = 0;
+  char* buffer = nullptr;
+  IoRequest* next = nullptr;  // the device's queue link while submitted
+};
+
+struct DeviceStatistics {
+  uint64_t bytes_written = 0;
+  uint64_t bytes_read = 0;
+  uint64_t requests_in_flight = 0;
+  uint64_t requests_queued = 0;
+  uint64_t requests_in_flight_max = 0;  // the most that were in flight at once
+  uint64_t errors = 0;
+  bool io_uring = false;
+  bool direct = false;              // O_DIRECT works on the backing filesystem
+  bool buffers_registered = false;  // io_uring fixed buffers in use
+};
+
+struct MemoryRegion {
+  char* base = nullptr;
+  uint64_t length = 0;
+};
+
+struct DeviceConfig {
+  uint16_t number = 0;
+  std::string path;  // the objects directory
+  uint32_t depth = 16;
+  IoBackend backend = IoBackend::Auto;
+  uint64_t object_id_first = 1;
+  uint64_t reserve_bytes = 0;  // kept free for the catalog: Allocate answers ENOSPC below this
+  uint32_t pool_objects = 8;   // objects kept ready, their directory entries durable
+  LogSink log;
+};
+
+class Device {
+ public:
+  // `regions` are registered with io_uring; buffers outside them work too, unregistered.
+  static Result<std::unique_ptr<Device>> open(const DeviceConfig& config,
+                                              const std::vector<MemoryRegion>& regions);
+  virtual ~Device() = default;
+
+  virtual uint16_t number() const = 0;
+  virtual void submit(IoRequest* request) = 0;
+
+  // Hands out a fresh, empty object whose directory entry is durable. `done` runs on a device
+  // thread (or before returning, when the pool holds one).
+  virtual void create_object(std::function<void(int error, ObjectRef, uint64_t id)> done) = 0;
+  // Opens lazily: the file is opened by the first request on it (whose complete() gets the errno).
+  virtual ObjectRef object(uint64_t id) = 0;
+  // Unlinks an object on a device thread.
+  virtual void remove_object(uint64_t id, std::function<void(int error)> done) = 0;
+
+  virtual DeviceStatistics statistics() const = 0;
+  // Waits for everything submitted, removes unused pool objects, joins the threads.
+  virtual void close() = 0;
+};
+
+}  // namespace fpfs
