@@ -1,0 +1,134 @@
+# fpfs: `make run` shows it, `make test` tests it; both install what is missing first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= python3
+JOBS ?= 2
+# An index with CPU builds of torch, e.g. https://download.pytorch.org/whl/cpu, for machines
+# whose default index would bring several GB of CUDA builds.
+TORCH_INDEX ?=
+PYTEST ?= $(VENV)/bin/python -m pytest
+PYTEST_ARGS ?=
+
+STAMPS := $(VENV)/.stamps
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+ifneq ($(TORCH_INDEX),)
+PIP_INDEX := --extra-index-url $(TORCH_INDEX)
+endif
+
+NATIVE_SOURCES := $(shell find native CMakeLists.txt -name '*.cc' -o -name '*.h' \
+  -o -name 'CMakeLists.txt' -o -name '*.cmake')
+
+.PHONY: help
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# --- installing -----------------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(STAMPS)/extension ## Install what is missing, into .venv and (as root) from Debian
+
+$(STAMPS)/system: mount_scripts/install_packages
+	@mkdir -p $(STAMPS)
+	mount_scripts/install_packages
+	@touch $@
+
+$(STAMPS)/venv: $(STAMPS)/system
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Without build isolation the build folder stays usable for quick rebuilds (`make native`).
+$(STAMPS)/packages: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PIP) install --quiet $(PIP_INDEX) -c constraints.txt \
+	  cmake ninja nanobind scikit-build-core
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(PIP) install --quiet $(PIP_INDEX) --no-build-isolation -c constraints.txt \
+	  -e '.[test,bench,dev]'
+	@touch $@ $(STAMPS)/extension
+
+$(STAMPS)/extension: $(STAMPS)/packages $(NATIVE_SOURCES)
+	@$(MAKE) --no-print-directory native
+	@touch $@
+
+# The lock keeps two builds in one checkout from running ninja in one folder at a time.
+.PHONY: native
+native: ## Rebuild the extension into .venv, quickly
+	@test -d build/editable || { echo "build/editable is missing: run make setup"; exit 1; }
+	@flock build/.lock $(VENV)/bin/cmake --build build/editable -j $(JOBS)
+	@flock build/.lock $(VENV)/bin/cmake --install build/editable --component python \
+	  --prefix "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+	  > /dev/null
+
+.PHONY: install-mount-helper
+install-mount-helper: setup ## Let mount(8) and fstab mount type fuse.fpfs (root)
+	mount_scripts/install_mount_helper $(CURDIR)/$(VENV)
+
+# --- running --------------------------------------------------------------------------------
+
+.PHONY: run
+run: setup ## Train, save, remount, load and compare on a mount of four device folders
+	$(VENV)/bin/python examples/quickstart.py
+
+.PHONY: bench
+bench: setup ## Measure against the plain filesystem, fio and a naive peer
+	$(VENV)/bin/python -m benchmarks $(BENCH_ARGS)
+
+# --- testing --------------------------------------------------------------------------------
+
+.PHONY: test
+test: setup test-native ## All tests
+	$(PYTEST) $(PYTEST_ARGS)
+
+.PHONY: test-native
+test-native: setup ## The C++ tests, without sanitizer
+	@$(call native_tests,build/native,)
+
+.PHONY: test-asan
+test-asan: setup ## The C++ tests under the address and undefined behaviour sanitizers
+	@$(call native_tests,build/asan,address)
+
+.PHONY: test-tsan
+test-tsan: setup ## The C++ tests under the thread sanitizer
+	@$(call native_tests,build/tsan,thread)
+
+# $(1): build folder, $(2): sanitizer
+define native_tests
+$(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+  -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
+$(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
+$(VENV)/bin/ctest --test-dir $(1) --output-on-failure
+endef
+
+FUZZ_SECONDS ?= 60
+.PHONY: fuzz
+fuzz: setup ## Fuzz the parser of FUSE requests (clang), FUZZ_SECONDS for each target
+	@command -v clang++ > /dev/null || command -v clang++-14 > /dev/null || \
+	  { echo "make fuzz needs clang: apt-get install clang"; exit 1; }
+	$(VENV)/bin/cmake -S native -B build/fuzz -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DFPFS_TESTS=OFF -DFPFS_FUZZ=ON \
+	  -DCMAKE_CXX_COMPILER=$$(command -v clang++ || command -v clang++-14) > /dev/null
+	$(VENV)/bin/cmake --build build/fuzz -j $(JOBS)
+	for target in build/fuzz/fuzz/*_fuzz; do \
+	  mkdir -p build/corpus/$$(basename $$target); \
+	  $$target -max_total_time=$(FUZZ_SECONDS) build/corpus/$$(basename $$target); done
+
+SOAK_SECONDS ?= 300
+.PHONY: soak
+soak: setup ## Random operations on a mount and a plain directory, compared, for minutes
+	FPFS_SOAK_SECONDS=$(SOAK_SECONDS) $(PYTEST) tests/model -m "" -s $(PYTEST_ARGS)
+
+.PHONY: pjdfstest
+pjdfstest: setup ## The POSIX suite, built in PJD=dir, against a mount (root)
+	@test -n "$(PJD)" || { echo "make pjdfstest needs PJD=folder of a built pjdfstest"; exit 1; }
+	$(VENV)/bin/python -m tests.conformance.pjdfstest "$(PJD)"
+
+.PHONY: lint
+lint: setup ## ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck
+	@.ci/lint $(VENV)
+
+.PHONY: clean
+clean: ## Remove what was built; .venv stays
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f $(STAMPS)/extension $(STAMPS)/packages

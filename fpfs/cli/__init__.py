@@ -1,0 +1,1 @@
+"""The commands fpfs and fpfs-ctl: arguments in, tables out, no logic."""
