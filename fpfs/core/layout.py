@@ -1,0 +1,148 @@
+"""Layout segments: where the blocks of 64 MiB of a file lie, as stored in the catalog.
+
+A segment is little-endian::
+
+    u32 magic "FSEG"   u16 format (1)   u16 zero   u32 segment index   u32 run count
+    run count times 24 bytes:
+        u32 block (in the segment)  u32 count  u32 object block  u16 device  u16 flags  u64 object
+    u32 checksum count   that many u32
+    u32 CRC32C of everything before
+
+Blocks that no run covers are holes. Flag 1 marks preallocated blocks, which read as zeros.
+
+Invariants: runs are in order of `block`, do not overlap, and end within the segment.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS
+from fpfs.core.errors import DamagedData
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MAGIC = 0x47455346
+FORMAT = 1
+UNWRITTEN = 1
+"""Run flag: preallocated, reads as zeros."""
+
+_HEADER = struct.Struct("<IHHII")
+_RUN = struct.Struct("<IIIHHQ")
+_WORD = struct.Struct("<I")
+_CRC32C_POLYNOMIAL = 0x82F63B78
+
+
+class Run(NamedTuple):
+    """`count` blocks of a segment that lie behind each other in one object of one device."""
+
+    block: int
+    count: int
+    object_block: int
+    device: int
+    flags: int
+    object: int
+
+
+class Segment(NamedTuple):
+    """A decoded segment: its number in the file, its runs, and one checksum a block (or none)."""
+
+    index: int
+    runs: tuple[Run, ...]
+    checksums: tuple[int, ...] = ()
+
+
+def encode_segment(segment: Segment) -> bytes:
+    """Return the stored form of a segment.
+
+    Raises ValueError when the runs break the order that every reader relies on.
+    """
+    fault = _fault_of_runs(segment.runs)
+    if fault:
+        raise ValueError(fault)
+    parts = [_HEADER.pack(MAGIC, FORMAT, 0, segment.index, len(segment.runs))]
+    parts += [_RUN.pack(*run) for run in segment.runs]
+    parts.append(_WORD.pack(len(segment.checksums)))
+    parts += [_WORD.pack(checksum) for checksum in segment.checksums]
+    body = b"".join(parts)
+    return body + _WORD.pack(crc32c(body))
+
+
+def decode_segment(blob: bytes) -> Segment:
+    """Return the segment that `blob` holds; raise `DamagedData` when it is not a sound one."""
+    if len(blob) < _HEADER.size + 2 * _WORD.size:
+        raise DamagedData(f"layout segment of {len(blob)} bytes is too short")
+    (stored,) = _WORD.unpack_from(blob, len(blob) - _WORD.size)
+    if crc32c(blob[: -_WORD.size]) != stored:
+        raise DamagedData("layout segment does not match its checksum")
+    magic, format_version, _zero, index, run_count = _HEADER.unpack_from(blob)
+    if magic != MAGIC or format_version != FORMAT:
+        raise DamagedData(f"layout segment of unknown kind {magic:#x} format {format_version}")
+    runs_end = _HEADER.size + run_count * _RUN.size
+    if runs_end + 2 * _WORD.size > len(blob):
+        raise DamagedData(f"layout segment is too short for {run_count} runs")
+    (checksum_count,) = _WORD.unpack_from(blob, runs_end)
+    if runs_end + (2 + checksum_count) * _WORD.size != len(blob):
+        raise DamagedData(f"layout segment has a wrong length for {checksum_count} checksums")
+    runs = tuple(Run._make(fields) for fields in _RUN.iter_unpack(blob[_HEADER.size : runs_end]))
+    fault = _fault_of_runs(runs)
+    if fault:
+        raise DamagedData(fault)
+    checksums = struct.unpack_from(f"<{checksum_count}I", blob, runs_end + _WORD.size)
+    return Segment(index, runs, checksums)
+
+
+def _fault_of_runs(runs: Iterable[Run]) -> str:
+    """Return what breaks the invariants of runs, or an empty string."""
+    end = 0
+    for run in runs:
+        if run.count == 0 or run.block < end or run.block + run.count > SEGMENT_BLOCKS:
+            return f"layout run of blocks {run.block}+{run.count} is out of order or range"
+        end = run.block + run.count
+    return ""
+
+
+def runs_of_file(blobs: Iterable[bytes]) -> list[Run]:
+    """Return the runs of all segments of a file with `block` counted from the file's start."""
+    runs: list[Run] = []
+    for blob in blobs:
+        segment = decode_segment(blob)
+        start = segment.index * SEGMENT_BLOCKS
+        runs += [run._replace(block=start + run.block) for run in segment.runs]
+    return sorted(runs)
+
+
+def bytes_by_device(runs: Sequence[Run]) -> dict[int, int]:
+    """Return how many bytes of devices a file's runs hold, by device number."""
+    held: Counter[int] = Counter()
+    for run in runs:
+        held[run.device] += run.count * BLOCK_BYTES
+    return dict(held)
+
+
+def _make_table() -> tuple[int, ...]:
+    """Return the 256 remainders for the byte-wise CRC32C."""
+    table = []
+    for byte in range(256):
+        remainder = byte
+        for _ in range(8):
+            remainder = (remainder >> 1) ^ (_CRC32C_POLYNOMIAL if remainder & 1 else 0)
+        table.append(remainder)
+    return tuple(table)
+
+
+_TABLE = _make_table()
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C (Castagnoli, as in RFC 3720 B.4) of `data`.
+
+    Byte by byte: for segments in tools and tests. The engine has the fast one for contents.
+    """
+    remainder = 0xFFFFFFFF
+    for byte in data:
+        remainder = _TABLE[(remainder ^ byte) & 0xFF] ^ (remainder >> 8)
+    return remainder ^ 0xFFFFFFFF
