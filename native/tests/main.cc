@@ -1,0 +1,3 @@
+// Entry of fpfs_native_tests.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
