@@ -1,0 +1,1 @@
+"""Tests of fpfs; helpers shared between folders are in `tests.support`."""

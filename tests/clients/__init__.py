@@ -1,0 +1,1 @@
+"""Clients that must work unmodified on a mount, each with the real package."""

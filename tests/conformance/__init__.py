@@ -1,0 +1,1 @@
+"""Conformance suites of others, run against a mount."""

@@ -1,0 +1,1 @@
+"""What several test folders share: targets, child processes, system calls, comparisons."""

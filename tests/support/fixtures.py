@@ -1,0 +1,35 @@
+"""Fixtures for tests of behaviour; the conftest.py of a folder imports those it needs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.target import Target, open_target, plain_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    """One mount (or plain directory) for all tests of a module."""
+    with open_target() as opened:
+        yield opened
+
+
+@pytest.fixture
+def directory(target: Target) -> Iterator[Path]:
+    """A fresh directory of the target, for one test."""
+    path = Path(tempfile.mkdtemp(prefix="test-", dir=target.root))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def plain() -> Iterator[Path]:
+    """A directory of an ordinary filesystem, to compare with."""
+    with plain_target() as opened:
+        yield opened.root
