@@ -1,0 +1,296 @@
+"""Device directories: formatting them, knowing them again, and keeping them to one server.
+
+A device directory holds ``fpfs.json`` (the stamp), ``lock``, ``objects/``, and on device 0 the
+catalog. The stamp says which filesystem and which of its devices this is, and on which backing
+filesystem and inode the directory lay, so that a copy is not taken for the original.
+
+Invariants:
+  * A directory is stamped only when it was empty (``lost+found`` aside) and locked.
+  * All devices of one mount carry the same filesystem id, and every number of 0..count-1 once.
+  * While a `DeviceSet` is open, each of its directories is locked (flock) by this process.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+
+from fpfs.core.refusal import Refused
+from fpfs.daemon.mounting import is_below
+from fpfs.daemon.stamp import (
+    FORMAT_VERSION,
+    LOCK_NAME,
+    Stamp,
+    lock_directory,
+    read_backing,
+    read_stamp,
+    refusing,
+    write_stamp,
+)
+
+DEVICES_MAX = 65_535
+OBJECTS_NAME = "objects"
+
+
+class DeviceDirectory(NamedTuple):
+    """One device of an open set."""
+
+    number: int
+    path: str
+    device_id: str
+
+    @property
+    def objects_path(self) -> str:
+        """The folder of its objects."""
+        return os.path.join(self.path, OBJECTS_NAME)
+
+
+class DeviceSet:
+    """The locked devices of one filesystem, in order of their numbers; close() unlocks them."""
+
+    def __init__(
+        self,
+        *,
+        filesystem_id: str,
+        devices: Sequence[DeviceDirectory],
+        lock_fds: Sequence[int],
+        formatted: bool,
+        notes: Sequence[str],
+    ) -> None:
+        """Take over the locks. `formatted`: the directories were empty until now."""
+        self.filesystem_id = filesystem_id
+        self.devices = tuple(devices)
+        self.formatted = formatted
+        self.notes = tuple(notes)
+        self._lock_fds = list(lock_fds)
+
+    @property
+    def catalog_directory(self) -> str:
+        """The directory that holds the catalog: device 0."""
+        return self.devices[0].path
+
+    def close(self) -> None:
+        """Unlock the directories."""
+        while self._lock_fds:
+            os.close(self._lock_fds.pop())
+
+    def __enter__(self) -> DeviceSet:
+        """Return the set; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Unlock the directories."""
+        self.close()
+
+
+def open_devices(
+    paths: Sequence[str], *, mountpoint: str, asked: str, adopt: bool = False
+) -> DeviceSet:
+    """Lock device directories, format them when all are empty, and check that they fit together.
+
+    `adopt` accepts directories that were copied or moved to another filesystem. Raises `Refused`.
+    """
+    resolved = _check_paths(paths, asked=asked)
+    lock_fds: list[int] = []
+    try:
+        stamps = [read_stamp(path, asked=asked) for path in resolved]
+        fresh = [stamp is None for stamp in stamps]
+        for path, is_fresh in zip(resolved, fresh, strict=True):
+            if is_fresh:
+                _check_empty(path, asked=asked)
+        _check_all_or_none_fresh(resolved, fresh, asked=asked)
+        for path in resolved:
+            lock_fds += [lock_directory(path, mountpoint=mountpoint, asked=asked)]
+        if all(fresh):
+            known: Sequence[Stamp] = _format(resolved, asked=asked)
+        else:
+            known = _check_stamps(resolved, [s for s in stamps if s], asked=asked, adopt=adopt)
+        return _opened(known, resolved, lock_fds, formatted=all(fresh))
+    except BaseException:
+        for lock_fd in lock_fds:
+            os.close(lock_fd)
+        raise
+
+
+def _opened(
+    stamps: Sequence[Stamp], paths: Sequence[str], lock_fds: Sequence[int], *, formatted: bool
+) -> DeviceSet:
+    devices = sorted(
+        DeviceDirectory(stamp.device_number, path, stamp.device_id)
+        for stamp, path in zip(stamps, paths, strict=True)
+    )
+    ordered_paths = tuple(device.path for device in devices)
+    for stamp, path in zip(stamps, paths, strict=True):
+        current = msgspec.structs.replace(stamp, paths=ordered_paths, backing=read_backing(path))
+        if current != stamp:
+            write_stamp(path, current)
+    return DeviceSet(
+        filesystem_id=stamps[0].filesystem_id,
+        devices=devices,
+        lock_fds=lock_fds,
+        formatted=formatted,
+        notes=_shared_backing_notes(ordered_paths),
+    )
+
+
+def _shared_backing_notes(paths: Sequence[str]) -> list[str]:
+    """Several directories on one filesystem work, but they share its speed and its loss."""
+    by_filesystem: dict[int, list[str]] = {}
+    for path in paths:
+        by_filesystem.setdefault(os.stat(path).st_dev, []).append(path)
+    return [
+        f"{' and '.join(shared)} lie on one filesystem: they share its speed and fail together"
+        for shared in by_filesystem.values()
+        if len(shared) > 1
+    ]
+
+
+def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
+    if len(paths) > DEVICES_MAX:
+        raise Refused(
+            asked=asked,
+            wrong=f"{len(paths)} devices are more than {DEVICES_MAX}",
+            remedy="name fewer directories with -d",
+        )
+    resolved: list[str] = []
+    for path in paths:
+        real = os.path.realpath(path)
+        if not os.path.isdir(real):
+            state = "is not a directory" if os.path.lexists(real) else "does not exist"
+            raise Refused(
+                asked=asked,
+                wrong=f"the device directory {path} {state}",
+                remedy="name an empty directory on the device, or one that fpfs formatted",
+            )
+        for other in resolved:
+            _check_apart(real, other, asked=asked)
+        resolved.append(real)
+    return resolved
+
+
+def _check_apart(path: str, other: str, *, asked: str) -> None:
+    if os.path.samefile(path, other):
+        raise Refused(
+            asked=asked,
+            wrong=f"the device directory {path} is given twice",
+            remedy="name each directory once",
+        )
+    if is_below(path, other) or is_below(other, path):
+        raise Refused(
+            asked=asked,
+            wrong=f"the device directories {other} and {path} lie within each other",
+            remedy="name directories beside each other",
+        )
+
+
+def _check_empty(path: str, *, asked: str) -> None:
+    with refusing(path, asked=asked):
+        # A lock alone is what a refused or interrupted format leaves.
+        found = sorted(set(os.listdir(path)) - {"lost+found", LOCK_NAME})
+    if found:
+        raise Refused(
+            asked=asked,
+            wrong=f"{path} is not empty ({found[0]} is in it) and holds no fpfs device",
+            remedy="name an empty directory, or one that fpfs formatted",
+        )
+
+
+def _check_all_or_none_fresh(paths: Sequence[str], fresh: Sequence[bool], *, asked: str) -> None:
+    if any(fresh) and not all(fresh):
+        empty = paths[fresh.index(True)]
+        used = paths[fresh.index(False)]
+        raise Refused(
+            asked=asked,
+            wrong=f"{empty} is empty, while {used} belongs to a filesystem",
+            remedy=f"name all directories of {used}'s filesystem and no other"
+            f" (after a format that was interrupted, empty {used} too)",
+        )
+
+
+def _check_stamps(
+    paths: Sequence[str], stamps: Sequence[Stamp], *, asked: str, adopt: bool
+) -> Sequence[Stamp]:
+    first, first_path = stamps[0], paths[0]
+    by_number: dict[int, str] = {}
+    for path, stamp in zip(paths, stamps, strict=True):
+        if stamp.filesystem_id != first.filesystem_id:
+            raise Refused(
+                asked=asked,
+                wrong=f"{path} belongs to filesystem {stamp.filesystem_id}, and {first_path}"
+                f" to {first.filesystem_id}",
+                remedy="name the directories of one filesystem",
+            )
+        if stamp.device_number in by_number:
+            raise Refused(
+                asked=asked,
+                wrong=f"{by_number[stamp.device_number]} and {path} are both device"
+                f" {stamp.device_number}: one is a copy",
+                remedy="name the original only",
+            )
+        by_number[stamp.device_number] = path
+        if not adopt:
+            _check_backing(path, stamp, asked=asked)
+    _check_none_missing(first, by_number, asked=asked)
+    return stamps
+
+
+def _check_none_missing(first: Stamp, by_number: dict[int, str], *, asked: str) -> None:
+    missing = [number for number in range(first.device_count) if number not in by_number]
+    if missing:
+        places = ", ".join(
+            f"device {number} (last at {first.paths[number]})"
+            if number < len(first.paths)
+            else f"device {number}"
+            for number in missing
+        )
+        raise Refused(
+            asked=asked,
+            wrong=f"of {first.device_count} devices, {places} is missing",
+            remedy="name all directories with -d",
+        )
+
+
+def _check_backing(path: str, stamp: Stamp, *, asked: str) -> None:
+    now = read_backing(path)
+    moved = now.inode != stamp.backing.inode or (
+        bool(now.uuid and stamp.backing.uuid) and now.uuid != stamp.backing.uuid
+    )
+    if moved:
+        last = stamp.paths[stamp.device_number]
+        raise Refused(
+            asked=asked,
+            wrong=f"{path} was copied or moved: its stamp was written for another directory"
+            f" (last at {last})",
+            remedy="mount the original, or accept this one for good with -o adopt",
+        )
+
+
+def _format(paths: Sequence[str], *, asked: str) -> Sequence[Stamp]:
+    """Make a new filesystem of empty, locked directories; the stamp of each is written last."""
+    filesystem_id = uuid.uuid4().hex[:16]
+    stamps = []
+    for number, path in enumerate(paths):
+        with refusing(path, asked=asked):
+            stamp = Stamp(
+                format_version=FORMAT_VERSION,
+                filesystem_id=filesystem_id,
+                device_number=number,
+                device_id=uuid.uuid4().hex[:16],
+                device_count=len(paths),
+                backing=read_backing(path),
+                paths=tuple(paths),
+            )
+            os.mkdir(os.path.join(path, OBJECTS_NAME), 0o700)
+            write_stamp(path, stamp)
+        stamps.append(stamp)
+    return stamps

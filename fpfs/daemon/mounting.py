@@ -1,0 +1,255 @@
+"""Mounting and unmounting through fusermount3, and what the kernel says about mounts.
+
+fusermount3 serves root and users alike: it mounts, and sends the /dev/fuse descriptor over the
+socket named by ``_FUSE_COMMFD`` (libfuse's protocol). Nothing here touches a path below a mount,
+since that could wait for a server that hangs.
+
+Concurrency: plain blocking functions; the server calls them in threads once trio runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fpfs.core.refusal import Refused
+
+FILESYSTEM_TYPE = "fuse.fpfs"
+FUSERMOUNT = "fusermount3"
+READ_AHEAD_KIB = 4096
+"""Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
+
+_CONNECTIONS = Path("/sys/fs/fuse/connections")
+
+
+class MountEntry(NamedTuple):
+    """One line of /proc/self/mountinfo. `device` is ``major:minor`` of the mounted filesystem."""
+
+    mount_id: int
+    device: str
+    mountpoint: str
+    filesystem_type: str
+    source: str
+
+    @property
+    def is_fpfs(self) -> bool:
+        """Whether fpfs is mounted here."""
+        return self.filesystem_type == FILESYSTEM_TYPE
+
+
+def parse_mountinfo(text: str) -> list[MountEntry]:
+    """Entries of a mountinfo text (proc_pid_mountinfo(5)), in mount order."""
+    entries = []
+    for line in text.splitlines():
+        fields, _, tail = line.partition(" - ")
+        mount_id, _parent, device, _root, mountpoint, *_ = fields.split(" ")
+        filesystem_type, source, *_ = tail.split(" ")
+        entries.append(
+            MountEntry(
+                int(mount_id), device, _unescape(mountpoint), filesystem_type, _unescape(source)
+            )
+        )
+    return entries
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mount_table() -> list[MountEntry]:
+    """The mounts that this process sees, in mount order."""
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
+
+
+def resolve_mountpoint(path: str) -> str:
+    """Absolute path with the links of its *parents* resolved: the last part is not touched."""
+    absolute = os.path.abspath(path)
+    return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+
+
+def mount_at(mountpoint: str) -> MountEntry | None:
+    """What is mounted exactly at `mountpoint` (the topmost mount), or None."""
+    resolved = resolve_mountpoint(mountpoint)
+    found = [entry for entry in mount_table() if entry.mountpoint == resolved]
+    return found[-1] if found else None
+
+
+def mount_containing(path: str) -> MountEntry:
+    """The mount that holds `path`, which is resolved first."""
+    resolved = os.path.realpath(path)
+    best = None
+    for entry in mount_table():
+        if is_below(resolved, entry.mountpoint) and (
+            best is None or len(entry.mountpoint) >= len(best.mountpoint)
+        ):
+            best = entry
+    assert best is not None, "every path is below /"
+    return best
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or lies below it; both absolute and resolved."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def check_mountpoint(mountpoint: str, *, asked: str) -> str:
+    """The resolved mountpoint, or `Refused` with the reason why nothing can be mounted there."""
+    entry = mount_at(mountpoint)
+    if entry is not None and entry.is_fpfs:
+        raise Refused(
+            asked=asked,
+            wrong=f"fpfs is mounted at {entry.mountpoint} already",
+            remedy=f"run fpfs umount {entry.mountpoint} first, or mount elsewhere",
+        )
+    resolved = os.path.realpath(mountpoint)
+    if not os.path.lexists(resolved):
+        raise Refused(
+            asked=asked,
+            wrong=f"the mountpoint {resolved} does not exist",
+            remedy=f"run mkdir -p {resolved}",
+        )
+    if not os.path.isdir(resolved):
+        raise Refused(
+            asked=asked,
+            wrong=f"the mountpoint {resolved} is not a directory",
+            remedy="name a directory",
+        )
+    return resolved
+
+
+def check_outside(mountpoint: str, paths: Iterable[tuple[str, str]], *, asked: str) -> None:
+    """Refuse paths, given as (what it is, resolved path), that the mount would cover.
+
+    The server would wait for itself when it touches such a path.
+    """
+    for what, path in paths:
+        if is_below(path, mountpoint):
+            raise Refused(
+                asked=asked,
+                wrong=f"the {what} {path} lies under the mountpoint {mountpoint}",
+                remedy="put it outside, or mount elsewhere",
+            )
+
+
+def mount(mountpoint: str, *, options: Sequence[str], asked: str) -> int:
+    """Mount at a resolved directory; returns the /dev/fuse descriptor (close-on-exec).
+
+    `options` are mount options with commas in values escaped by a backslash. Raises `Refused`
+    with fusermount3's own words.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        try:
+            process = subprocess.Popen(
+                [FUSERMOUNT, "-o", ",".join(options), "--", mountpoint],
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except FileNotFoundError:
+            raise Refused(
+                asked=asked,
+                wrong=f"{FUSERMOUNT} is not installed",
+                remedy="install the package fuse3",
+            ) from None
+        theirs.close()
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+        _, complaint = process.communicate()
+    if process.returncode == 0 and descriptors:
+        os.set_inheritable(descriptors[0], False)
+        return descriptors[0]
+    raise _mount_refusal(asked, complaint)
+
+
+def _mount_refusal(asked: str, complaint: str) -> Refused:
+    wrong = complaint.strip() or f"{FUSERMOUNT} failed without a word"
+    if "allow_other" in wrong:
+        remedy = "put user_allow_other into /etc/fuse.conf, or mount without allow_other"
+    elif "/dev/fuse" in wrong:
+        remedy = "load the fuse module (modprobe fuse), and see that /dev/fuse can be opened"
+    else:
+        remedy = "see that the mountpoint belongs to you and that mounting is allowed"
+    return Refused(asked=asked, wrong=wrong, remedy=remedy)
+
+
+def escape_option(value: str) -> str:
+    """A value as fusermount3 reads it inside a list of options."""
+    return value.replace("\\", "\\\\").replace(",", "\\,")
+
+
+def unmount(mountpoint: str, *, lazy: bool = False) -> None:
+    """Take the mount away; `lazy` detaches it now although files are open.
+
+    Raises `Refused`: busy (files are open), not mounted, or not allowed.
+    """
+    command = [FUSERMOUNT, "-u", *(["-z"] if lazy else []), "--", mountpoint]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        busy = "busy" in done.stderr
+        raise Refused(
+            asked=f"unmount {mountpoint}",
+            wrong="files on it are open" if busy else done.stderr.strip(),
+            remedy=f"close what uses it (fuser -vm {mountpoint} names it)"
+            if busy
+            else "see findmnt -t fuse.fpfs for what is mounted",
+        )
+
+
+def connection_alive(device: str) -> bool:
+    """Whether the kernel still has the connection of the mount ``major:minor``.
+
+    It outlives a lazy unmount for as long as files are open. Without fusectl, which only root can
+    mount, the answer is True.
+    """
+    if not mount_fusectl():
+        return True
+    return _connection(device).exists()
+
+
+def abort_connection(device: str) -> bool:
+    """End the connection of the mount ``major:minor``: every request on it fails at once.
+
+    Returns False when there is no such connection or this user cannot reach it.
+    """
+    if not mount_fusectl():
+        return False
+    try:
+        _connection(device).joinpath("abort").write_text("1")
+    except (FileNotFoundError, PermissionError):
+        return False
+    return True
+
+
+def _connection(device: str) -> Path:
+    major, minor = (int(part) for part in device.split(":"))
+    return _CONNECTIONS / str(os.makedev(major, minor))
+
+
+def mount_fusectl() -> bool:
+    """Whether fusectl is mounted; root mounts it where it is missing."""
+    if any(entry.filesystem_type == "fusectl" for entry in mount_table()):
+        return True
+    if os.geteuid() != 0:
+        return False
+    done = subprocess.run(
+        ["mount", "-t", "fusectl", "fusectl", str(_CONNECTIONS)],
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def raise_read_ahead(device: str) -> bool:
+    """Raise the read-ahead of the mount ``major:minor``; False where this user may not."""
+    setting = Path(f"/sys/class/bdi/{device}/read_ahead_kb")
+    try:
+        setting.write_text(str(READ_AHEAD_KIB))
+    except (FileNotFoundError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""What a device directory says about itself: its stamp, its lock, and where it lies.
+
+Invariants:
+  * A stamp is replaced whole or not at all, durably.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fpfs.core.refusal import Refused
+
+FORMAT_VERSION = 1
+STAMP_NAME = "fpfs.json"
+LOCK_NAME = "lock"
+
+_FS_IOC_GETFSUUID = 0x80111500
+"""_IOR(0x15, 0, struct fsuuid2): one length byte and 16 of UUID. Linux 6.9, needs no privilege."""
+
+
+class Backing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device directory lies. `uuid` is empty where the kernel cannot tell it."""
+
+    uuid: str
+    inode: int
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``fpfs.json``. `paths` are the directories of the last mount, for messages."""
+
+    format_version: int
+    filesystem_id: str
+    device_number: int
+    device_id: str
+    device_count: int
+    backing: Backing
+    paths: tuple[str, ...]
+
+
+class _StampVersion(msgspec.Struct):
+    format_version: int
+
+
+class LockHolder(msgspec.Struct, frozen=True):
+    """Content of ``lock``: who holds it."""
+
+    pid: int
+    mountpoint: str
+
+
+def read_stamp(path: str, *, asked: str) -> Stamp | None:
+    """The stamp of a directory, or None when it has none. Raises `Refused` when unreadable."""
+    with refusing(path, asked=asked):
+        try:
+            raw = Path(path, STAMP_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+    try:
+        version = msgspec.json.decode(raw, type=_StampVersion).format_version
+        if version <= FORMAT_VERSION:
+            return msgspec.json.decode(raw, type=Stamp)
+    except msgspec.MsgspecError as error:
+        raise Refused(
+            asked=asked,
+            wrong=f"{path}/{STAMP_NAME} is damaged ({error})",
+            remedy="restore it from a backup; the stamps of the other devices show its form",
+        ) from None
+    raise Refused(
+        asked=asked,
+        wrong=f"{path} has format {version}, and this fpfs knows formats up to {FORMAT_VERSION}",
+        remedy="mount it with the newer fpfs that wrote it",
+    )
+
+
+def read_backing(path: str) -> Backing:
+    """Identity of a directory. Raises OSError."""
+    folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        answer = bytearray(17)
+        filesystem_uuid = ""
+        try:
+            fcntl.ioctl(folder_fd, _FS_IOC_GETFSUUID, answer)
+            filesystem_uuid = answer[1 : 1 + answer[0]].hex()
+        except OSError as error:
+            if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
+                raise
+        return Backing(uuid=filesystem_uuid, inode=os.fstat(folder_fd).st_ino)
+    finally:
+        os.close(folder_fd)
+
+
+def write_stamp(path: str, stamp: Stamp) -> None:
+    """Replace the stamp durably: whole or not at all."""
+    temporary = os.path.join(path, f".{STAMP_NAME}.new")
+    content = msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n"
+    stamp_fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(stamp_fd, content)
+        os.fsync(stamp_fd)
+    finally:
+        os.close(stamp_fd)
+    os.rename(temporary, os.path.join(path, STAMP_NAME))
+    folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder_fd)
+    finally:
+        os.close(folder_fd)
+
+
+def lock_directory(path: str, *, mountpoint: str, asked: str) -> int:
+    """Take a directory's lock; returns the descriptor that holds it."""
+    lock_path = os.path.join(path, LOCK_NAME)
+    with refusing(path, asked=asked):
+        lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, msgspec.json.encode(LockHolder(os.getpid(), mountpoint)), 0)
+        return lock_fd
+    except BlockingIOError:
+        holder = lock_holder(path)
+        os.close(lock_fd)
+        where = f" at {holder.mountpoint} (process {holder.pid})" if holder else ""
+        raise Refused(
+            asked=asked,
+            wrong=f"{path} is in use{where}",
+            remedy="unmount it there first",
+        ) from None
+    except BaseException:
+        os.close(lock_fd)
+        raise
+
+
+def lock_holder(path: str) -> LockHolder | None:
+    """Who locked a device directory last, or None when that was never written whole."""
+    try:
+        return msgspec.json.decode(Path(path, LOCK_NAME).read_bytes(), type=LockHolder)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+@contextlib.contextmanager
+def refusing(path: str, *, asked: str) -> Iterator[None]:
+    """Turn an OSError on a device directory into `Refused`."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(
+            asked=asked,
+            wrong=f"the device directory {path} cannot be used ({error.strerror or error})",
+            remedy="see that it is on a writable filesystem and belongs to you",
+        ) from error
