@@ -1,0 +1,233 @@
+"""The device lab: devices come up limited, and go away whatever happened in between.
+
+Concurrency: labs live in their own temporary directories and are always taken down.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing import lab
+
+SCRIPT = Path(__file__).resolve().parents[2] / "mount_scripts" / "lab"
+MIB = 1024 * 1024
+SIZE_BYTES = 384 * MIB
+
+REASON = lab.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A place for a lab, taken down at the end by the code under test or by force."""
+    place = tmp_path / "lab"
+    yield place
+    lab.down(place)
+
+
+def attached_images() -> dict[str, str]:
+    """Loop device by backing file, as the kernel shows it."""
+    listing = subprocess.run(
+        ["losetup", "--json", "--output", "NAME,BACK-FILE"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    devices = json.loads(listing)["loopdevices"] if listing else []
+    return {device["back-file"]: device["name"] for device in devices}
+
+
+def write_direct(path: Path, mib: int) -> float:
+    """Write `mib` MiB past the page cache; the seconds it took."""
+    buffer = mmap.mmap(-1, MIB)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    try:
+        started = time.monotonic()
+        for index in range(mib):
+            os.pwrite(fd, buffer, index * MIB)
+        os.fsync(fd)
+        return time.monotonic() - started
+    finally:
+        os.close(fd)
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as a user would."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_devices_are_mounted_limited_and_gone_after_down(directory: Path) -> None:
+    made = lab.up(directory, device_count=2, mib_per_s=100, size_bytes=SIZE_BYTES)
+    devices = made.devices()
+    assert [d.mounted for d in devices] == [True, True]
+    assert [d.limited for d in devices] == [True, True]
+    assert made.throttle is not None
+    numbers = {d.device_number for d in devices}
+    assert lab.down(directory)
+    assert not numbers & made.throttle.limited()
+    assert not [image for image in attached_images() if image.startswith(str(directory))]
+    assert list(directory.iterdir()) == []
+    assert not lab.down(directory)
+
+
+def test_each_device_is_held_to_its_own_limit(directory: Path) -> None:
+    made = lab.up(directory, device_count=2, mib_per_s=100, size_bytes=SIZE_BYTES)
+    alone_s = write_direct(made.mountpoints[0] / "file", 64)
+    assert 0.55 < alone_s < 1.3, "64 MiB at 100 MiB/s take 0.64 s"
+    threads = [
+        threading.Thread(target=write_direct, args=(mountpoint / "both", 64))
+        for mountpoint in made.mountpoints
+    ]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started < 1.6 * alone_s, "two devices are as fast as one each"
+
+
+def fail_inside_a_lab(parent: Path) -> None:
+    """Raise ZeroDivisionError while a lab is up."""
+    with lab.lab(device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES, parent=parent) as made:
+        assert os.path.ismount(made.mountpoints[0])
+        raise ZeroDivisionError
+
+
+def test_the_context_manager_leaves_nothing_after_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail_inside_a_lab(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not [image for image in attached_images() if image.startswith(str(tmp_path))]
+
+
+def crash_after(directory: Path, *, step: str) -> None:
+    """Run `up` in a process that is gone without clean-up once `step` was done for device 0."""
+    program = f"""
+import os
+from pathlib import Path
+from fpfs.testing import lab
+if {step!r} == "state":
+    lab._make_device = lambda *_: os._exit(9)
+real = lab._run
+def run(tool, *arguments):
+    output = real(tool, *arguments)
+    if tool == {step!r}:
+        os._exit(9)
+    return output
+lab._run = run
+lab.up(Path({str(directory)!r}), device_count=2, mib_per_s=100, size_bytes={SIZE_BYTES})
+"""
+    crashed = subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parents[1], check=False)
+    assert crashed.returncode == 9
+
+
+@pytest.mark.parametrize("step", ["state", "losetup", "mkfs.xfs", "mount"])
+def test_down_cleans_up_after_a_crash_at_any_step(directory: Path, step: str) -> None:
+    crash_after(directory, step=step)
+    assert (directory / lab.STATE_NAME).exists()
+    result = run_script("down", str(directory))
+    assert result.returncode == 0, result.stderr
+    assert list(directory.iterdir()) == []
+    assert not [image for image in attached_images() if image.startswith(str(directory))]
+
+
+def test_loop_devices_of_others_are_left_alone(directory: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "lab" / "device0.img.of-somebody-else"
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"\0" * MIB)
+    attach = ["losetup", "--find", "--show", str(foreign)]
+    loop = subprocess.run(attach, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
+        lab.down(directory)
+        assert attached_images()[str(foreign)] == loop
+    finally:
+        subprocess.run(["losetup", "--detach", loop], check=True)
+
+
+def test_down_of_a_busy_lab_says_so_and_can_be_repeated(directory: Path) -> None:
+    made = lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
+    with open(made.mountpoints[0] / "held", "w"), pytest.raises(lab.LabError, match="busy"):
+        lab.down(directory)
+    assert lab.down(directory)
+
+
+def test_the_script_shows_the_state_as_json(directory: Path) -> None:
+    result = run_script(
+        "up", "--devices", "1", "--mib-per-s", "150", "--size", "384M", str(directory)
+    )
+    assert result.returncode == 0, result.stderr
+    status = json.loads(run_script("status", str(directory)).stdout)
+    assert status["mib_per_s"] == 150
+    assert status["size_bytes"] == SIZE_BYTES
+    assert [(d["mounted"], d["limited"]) for d in status["devices"]] == [(True, True)]
+    executed = run_script("exec", str(directory), "--", "echo", "inside")
+    assert executed.stdout == "inside\n"
+    assert run_script("down", str(directory)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["up", "--devices", "0"], "0 devices asked for; between 1 and 64 work"),
+        (["up", "--size", "1M"], "XFS needs at least"),
+        (["up", "--size", "900T"], "do not fit"),
+        (["up", "--mib-per-s", "-5"], "0 means unlimited"),
+        (["up", "--size", "8X"], "is no size: write 8G or 512M"),
+        (["status"], "there is no lab in"),
+    ],
+)
+def test_refusals_say_what_is_wrong(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run_script(*arguments, str(tmp_path / "lab"))
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert not (tmp_path / "lab").exists()
+
+
+def test_a_second_lab_in_one_place_is_refused(directory: Path) -> None:
+    lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
+    with pytest.raises(lab.LabError, match="already"):
+        lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
+    assert lab.load(directory).devices()[0].mounted
+
+
+def test_a_damaged_state_file_is_named(directory: Path) -> None:
+    directory.mkdir()
+    (directory / lab.STATE_NAME).write_text('{"format": 99}')
+    with pytest.raises(lab.LabError, match="format 99"):
+        lab.down(directory)
+    (directory / lab.STATE_NAME).write_text("[]")
+    with pytest.raises(lab.LabError, match="no state of a lab"):
+        lab.down(directory)
+    (directory / lab.STATE_NAME).unlink()
+
+
+def test_without_root_the_lab_says_so() -> None:
+    program = """
+import os
+from pathlib import Path
+from fpfs.testing import lab
+os.setuid(65534)
+lab.up(Path("/tmp/never-made"), device_count=1, mib_per_s=100, size_bytes=1 << 30)
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=SCRIPT.parents[1], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "LabError: the device lab needs root" in result.stderr
