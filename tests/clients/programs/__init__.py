@@ -1,0 +1,1 @@
+"""Programs that the client tests run as processes of their own."""
