@@ -1,0 +1,207 @@
+#include "block_map.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "crc32c.h"
+
+namespace fpfs {
+namespace {
+
+constexpr uint32_t kSegmentMagic = 0x47455346;  // "FSEG"
+constexpr uint16_t kSegmentFormat = 1;
+constexpr uint16_t kRunUnwritten = 1;
+
+struct SegmentHeader {
+  uint32_t magic;
+  uint16_t format;
+  uint16_t zero;
+  uint32_t index;
+  uint32_t run_count;
+};
+static_assert(sizeof(SegmentHeader) == 16);
+
+struct SegmentRun {
+  uint32_t block;  // within the segment
+  uint32_t count;
+  uint32_t object_block;
+  uint16_t device;
+  uint16_t flags;
+  uint64_t object;
+};
+static_assert(sizeof(SegmentRun) == 24);
+
+template <typename T>
+void append(std::string* out, const T& value) {
+  out->append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+template <typename T>
+bool read(std::string_view blob, size_t* position, T* value) {
+  if (blob.size() - *position < sizeof *value) return false;
+  std::memcpy(value, blob.data() + *position, sizeof *value);
+  *position += sizeof *value;
+  return true;
+}
+
+bool continues(const Extent& left, const Extent& right) {
+  return left.end() == right.block && left.place.device == right.place.device &&
+         left.place.object == right.place.object &&
+         left.place.unwritten == right.place.unwritten &&
+         left.place.object_block + left.count == right.place.object_block;
+}
+
+}  // namespace
+
+void BlockMap::touch(uint64_t block, uint64_t count) {
+  if (count == 0) return;
+  const auto last = static_cast<uint32_t>((block + count - 1) / kSegmentBlocks);
+  for (auto index = static_cast<uint32_t>(block / kSegmentBlocks); index <= last; ++index) {
+    changed_.insert(index);
+  }
+}
+
+void BlockMap::erase(uint64_t block, uint64_t count, std::vector<Extent>* replaced) {
+  if (count == 0) return;
+  const uint64_t end = count > UINT64_MAX - block ? UINT64_MAX : block + count;
+  auto it = extents_.upper_bound(block);
+  if (it != extents_.begin() && std::prev(it)->second.end() > block) --it;
+  while (it != extents_.end() && it->second.block < end) {
+    const Extent old = it->second;
+    it = extents_.erase(it);
+    const uint64_t from = std::max(old.block, block);
+    const uint64_t to = std::min(old.end(), end);
+    if (from > old.block) {
+      extents_.emplace(old.block, old.part(old.block, from - old.block));
+    }
+    if (to < old.end()) {
+      it = std::next(extents_.emplace(to, old.part(to, old.end() - to)).first);
+    }
+    block_count_ -= to - from;
+    touch(from, to - from);
+    if (replaced != nullptr) replaced->push_back(old.part(from, to - from));
+  }
+}
+
+void BlockMap::insert_merged(Extent extent) {
+  auto next = extents_.lower_bound(extent.block);
+  if (next != extents_.begin()) {
+    auto previous = std::prev(next);
+    if (continues(previous->second, extent)) {
+      extent = Extent{previous->second.block, previous->second.count + extent.count,
+                      previous->second.place};
+      extents_.erase(previous);
+    }
+  }
+  if (next != extents_.end() && continues(extent, next->second)) {
+    extent.count += next->second.count;
+    extents_.erase(next);
+  }
+  extents_.emplace(extent.block, extent);
+}
+
+void BlockMap::assign(const Extent& extent, std::vector<Extent>* replaced) {
+  erase(extent.block, extent.count, replaced);
+  insert_merged(extent);
+  block_count_ += extent.count;
+  touch(extent.block, extent.count);
+}
+
+std::vector<Extent> BlockMap::lookup(uint64_t block, uint64_t count) const {
+  std::vector<Extent> result;
+  const uint64_t end = block + count;
+  auto it = extents_.upper_bound(block);
+  if (it != extents_.begin() && std::prev(it)->second.end() > block) --it;
+  for (; it != extents_.end() && it->second.block < end; ++it) {
+    const uint64_t from = std::max(it->second.block, block);
+    result.push_back(it->second.part(from, std::min(it->second.end(), end) - from));
+  }
+  return result;
+}
+
+bool BlockMap::find(uint64_t block, Extent* extent) const {
+  auto it = extents_.upper_bound(block);
+  if (it == extents_.begin() || std::prev(it)->second.end() <= block) return false;
+  *extent = std::prev(it)->second.part(block, 1);
+  return true;
+}
+
+bool BlockMap::next_data(uint64_t block, uint64_t* found) const {
+  auto it = extents_.upper_bound(block);
+  if (it != extents_.begin() && std::prev(it)->second.end() > block) --it;
+  for (; it != extents_.end(); ++it) {
+    if (it->second.place.unwritten) continue;
+    *found = std::max(block, it->second.block);
+    return true;
+  }
+  return false;
+}
+
+uint64_t BlockMap::next_hole(uint64_t block) const {
+  Extent extent;
+  auto it = extents_.upper_bound(block);
+  if (it != extents_.begin() && std::prev(it)->second.end() > block) --it;
+  for (; it != extents_.end() && it->second.block <= block; ++it) {
+    if (it->second.place.unwritten) break;
+    block = it->second.end();
+  }
+  return block;
+}
+
+std::set<std::pair<uint16_t, uint64_t>> BlockMap::objects() const {
+  std::set<std::pair<uint16_t, uint64_t>> result;
+  for (const auto& [block, extent] : extents_) {
+    result.emplace(extent.place.device, extent.place.object);
+  }
+  return result;
+}
+
+std::string BlockMap::encode_segment(uint32_t index) const {
+  const uint64_t first = index * kSegmentBlocks;
+  const std::vector<Extent> runs = lookup(first, kSegmentBlocks);
+  if (runs.empty()) return {};
+  std::string blob;
+  blob.reserve(sizeof(SegmentHeader) + runs.size() * sizeof(SegmentRun) + 8);
+  append(&blob, SegmentHeader{kSegmentMagic, kSegmentFormat, 0, index,
+                              static_cast<uint32_t>(runs.size())});
+  for (const Extent& run : runs) {
+    const uint16_t flags = run.place.unwritten ? kRunUnwritten : 0;
+    append(&blob, SegmentRun{static_cast<uint32_t>(run.block - first),
+                             static_cast<uint32_t>(run.count), run.place.object_block,
+                             run.place.device, flags, run.place.object});
+  }
+  append(&blob, uint32_t{0});  // checksum_count
+  append(&blob, crc32c(0, blob.data(), blob.size()));
+  return blob;
+}
+
+Status BlockMap::decode_segment(uint32_t index, std::string_view blob) {
+  const auto damaged = [&](const char* why) {
+    return Status(EIO, "layout segment " + std::to_string(index) + " is damaged: " + why);
+  };
+  if (blob.empty()) return {};
+  size_t position = 0;
+  SegmentHeader header{};
+  uint32_t stored_crc = 0;
+  if (blob.size() < sizeof header + 2 * sizeof stored_crc) return damaged("too short");
+  std::memcpy(&stored_crc, blob.data() + blob.size() - sizeof stored_crc, sizeof stored_crc);
+  blob.remove_suffix(sizeof stored_crc);
+  if (crc32c(0, blob.data(), blob.size()) != stored_crc) return damaged("checksum");
+  if (!read(blob, &position, &header) || header.magic != kSegmentMagic) return damaged("magic");
+  if (header.format != kSegmentFormat) return damaged("format");
+  if (header.index != index) return damaged("index");
+  for (uint32_t i = 0; i < header.run_count; ++i) {
+    SegmentRun run{};
+    if (!read(blob, &position, &run)) return damaged("runs");
+    if (run.count == 0 || run.block + uint64_t{run.count} > kSegmentBlocks) return damaged("run");
+    const Extent extent{index * kSegmentBlocks + run.block, run.count,
+                        Place{run.object, run.object_block, run.device,
+                              (run.flags & kRunUnwritten) != 0}};
+    if (!lookup(extent.block, extent.count).empty()) return damaged("overlap");
+    insert_merged(extent);
+    block_count_ += extent.count;
+  }
+  return {};
+}
+
+}  // namespace fpfs

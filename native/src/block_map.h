@@ -1,0 +1,83 @@
+// Where each 64 KiB block of a file's content lies, and its encoding in catalog segments.
+//
+// Invariants: extents do not overlap, have count > 0, and neighbours that continue each other on the
+//   same object are one extent. A block without an extent is a hole and reads as zeros.
+// Threads: none of its own; the owner (File) locks.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "status.h"
+
+namespace fpfs {
+
+inline constexpr uint64_t kBlockBytes = 64 * 1024;
+inline constexpr uint64_t kSegmentBlocks = 1024;
+
+// A run of blocks on one object. `unwritten` blocks are allocated and read as zeros.
+struct Place {
+  uint64_t object = 0;
+  uint32_t object_block = 0;
+  uint16_t device = 0;
+  bool unwritten = false;
+};
+
+struct Extent {
+  uint64_t block = 0;  // first logical block
+  uint64_t count = 0;
+  Place place;
+
+  uint64_t end() const { return block + count; }
+  // The part of this extent from logical block `from`, `n` blocks long.
+  Extent part(uint64_t from, uint64_t n) const {
+    Extent result{from, n, place};
+    result.place.object_block += static_cast<uint32_t>(from - block);
+    return result;
+  }
+};
+
+class BlockMap {
+ public:
+  bool empty() const { return extents_.empty(); }
+  uint64_t block_count() const { return block_count_; }
+
+  // Makes [extent.block, extent.end()) point at extent.place; appends what it replaced to `replaced`.
+  void assign(const Extent& extent, std::vector<Extent>* replaced);
+  void erase(uint64_t block, uint64_t count, std::vector<Extent>* replaced);
+
+  // Extents that intersect [block, block + count), clipped to it, in order. Gaps are holes.
+  std::vector<Extent> lookup(uint64_t block, uint64_t count) const;
+  bool find(uint64_t block, Extent* extent) const;
+
+  // First block >= `block` that holds written data (or is a hole or unwritten); false if none.
+  bool next_data(uint64_t block, uint64_t* found) const;
+  uint64_t next_hole(uint64_t block) const;
+
+  // Objects that extents refer to, as (device, object).
+  std::set<std::pair<uint16_t, uint64_t>> objects() const;
+
+  std::string encode_segment(uint32_t index) const;
+  Status decode_segment(uint32_t index, std::string_view blob);
+
+  // Segments changed since the last take; put_back() when what took them failed.
+  std::set<uint32_t> take_changed() { return std::exchange(changed_, {}); }
+  void put_back(const std::set<uint32_t>& segments) {
+    changed_.insert(segments.begin(), segments.end());
+  }
+  bool changed() const { return !changed_.empty(); }
+
+ private:
+  void touch(uint64_t block, uint64_t count);
+  void insert_merged(Extent extent);
+
+  std::map<uint64_t, Extent> extents_;
+  std::set<uint32_t> changed_;
+  uint64_t block_count_ = 0;
+};
+
+}  // namespace fpfs

@@ -1,0 +1,156 @@
+// Lifecycle and attributes of a file; slots entering and leaving its chains.
+#include "file.h"
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+
+namespace fpfs {
+
+int64_t now_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME_COARSE, &now);  // as the kernel's own file times
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+File::File(Plane& plane, uint64_t ino, Placement placement)
+    : plane_(plane), ino_(ino), placement_(std::move(placement)) {}
+
+Status File::load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                  std::optional<std::string> content,
+                  const std::vector<std::pair<uint32_t, std::string>>& segments) {
+  const MutexLock lock(mutex_);
+  size_ = size;
+  mtime_ns_ = mtime_ns;
+  ctime_ns_ = ctime_ns;
+  for (const auto& [index, blob] : segments) {
+    if (Status status = map_.decode_segment(index, blob); !status.ok()) return status;
+  }
+  for (const auto& key : map_.objects()) objects_[key] = nullptr;  // opened by its first read
+  inline_mode_ = map_.empty();
+  inline_ = std::move(content).value_or(std::string());
+  return {};
+}
+
+File::Attributes File::attributes() {
+  const MutexLock lock(mutex_);
+  Attributes result;
+  result.size = size_;
+  result.mtime_ns = mtime_ns_;
+  result.ctime_ns = ctime_ns_;
+  result.privileges_dropped = privileges_dropped_;
+  result.dirty = sequence_ != committed_sequence_;
+  uint64_t blocks = map_.block_count();
+  for (const auto& [chunk, chain] : chains_) {
+    for (const Slot* slot : chain) blocks += slot->reserved.count();
+  }
+  result.allocated_bytes = blocks * kBlockBytes;
+  if (inline_mode_) {
+    result.allocated_bytes = std::min<uint64_t>(size_, kInlineBytesMax);
+  } else if (const uint64_t tail = size_ % kBlockBytes; tail != 0) {
+    // The last block takes only what its bytes need.
+    Extent last;
+    if (map_.find(size_ / kBlockBytes, &last) && !last.place.unwritten) {
+      result.allocated_bytes -= kBlockBytes - (tail + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
+    }
+  }
+  return result;
+}
+
+void File::set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
+  const MutexLock lock(mutex_);
+  if (mtime_ns.has_value()) mtime_ns_ = *mtime_ns;
+  ctime_ns_ = ctime_ns;
+}
+
+void File::drop_privileges() {
+  const MutexLock lock(mutex_);
+  privileges_dropped_ = true;
+}
+
+void File::privileges_restored() {
+  const MutexLock lock(mutex_);
+  privileges_dropped_ = false;
+}
+
+bool File::idle() {
+  const MutexLock lock(mutex_);
+  return sequence_ == committed_sequence_ && chains_.empty() && !draining_ && barriers_.empty();
+}
+
+int File::take_error(uint64_t* seen) {
+  const MutexLock lock(mutex_);
+  if (*seen == error_count_) return 0;
+  *seen = error_count_;
+  return error_;
+}
+
+bool File::has_error(uint64_t seen) {
+  const MutexLock lock(mutex_);
+  return seen != error_count_;
+}
+
+uint64_t File::error_count() {
+  const MutexLock lock(mutex_);
+  return error_count_;
+}
+
+void File::touch_times() {
+  mtime_ns_ = ctime_ns_ = now_ns();
+  ++sequence_;
+}
+
+Slot* File::open_slot(uint64_t chunk) {
+  const auto it = chains_.find(chunk);
+  if (it == chains_.end() || it->second.back()->sealed || it->second.back()->seal_wanted) {
+    return nullptr;
+  }
+  return it->second.back();
+}
+
+void File::attach(Slot* slot, uint64_t chunk) {
+  slot->file = shared_from_this();
+  slot->chunk = chunk;
+  slot->epoch = epoch_;
+  chains_[chunk].push_back(slot);
+  plane_.arena().age_add(slot);
+}
+
+void File::detach(Slot* slot) {
+  const auto it = chains_.find(slot->chunk);
+  Chain& chain = it->second;
+  chain.erase(std::find(chain.begin(), chain.end(), slot));
+  if (chain.empty()) chains_.erase(it);
+}
+
+// The slot's bytes are elsewhere or unwanted: back to the arena, unless a reader or a leaseholder
+// still needs its memory.
+void File::release_slot(Slot* slot, Actions& actions) {
+  if (const auto it = appenders_.find(slot->device); it != appenders_.end()) {
+    it->second->reserved_blocks -= std::min<uint64_t>(it->second->reserved_blocks,
+                                                      slot->reserved.count());
+  }
+  slot->reserved.reset();
+  plane_.arena().age_remove(slot);
+  if (slot->lease != -1) {
+    slot->orphan = true;
+  } else if (slot->pins > 0) {
+    slot->give_when_unpinned = true;
+  } else {
+    plane_.arena().give(slot);
+    actions.add([this] { plane_.wake(); });
+  }
+}
+
+void File::record_error(int error, const std::string& what) {
+  error_ = error;
+  ++error_count_;
+  drain_error_ = error;
+  plane_.log(40, "inode " + std::to_string(ino_) + ": " + what + ": " + std::strerror(error));
+}
+
+void File::publish(Slot* slot, arena::SlotState state) {
+  plane_.arena().publish(slot, state, ino_, placement_.chunk_bytes, size_, mtime_ns_);
+}
+
+}  // namespace fpfs

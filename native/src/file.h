@@ -1,0 +1,363 @@
+// One inode's content: acknowledged bytes in staging, the block map, and what moves one to the other.
+//
+// A write lands in *slots* (one open slot a chunk). A full slot is *sealed* and *issued*: the rest of
+// its partly covered blocks is fetched, its blocks are written to fresh places, and when they are on
+// the device the map points there and the slot is free. Slots of one chunk form a chain, oldest first;
+// only the first one of a chain is issued, so that the map changes in the order of the writes.
+//
+// Invariants:
+//   * The map names only places whose write has completed (or that read as zeros, `unwritten`).
+//   * Bytes of a block behind the file's end read as zeros on the device.
+//   * While a barrier is active, slots attached after it are not issued: the map then changes by
+//     nothing that is newer than the barrier.
+// Threads: every method may be called from any thread; state is under mutex_. What must not run under
+//   the lock (device submissions, object creation, wake-ups) is collected in Actions and run after.
+// Errno: as POSIX has it for the call that it serves.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "block_map.h"
+#include "device.h"
+#include "thread_annotations.h"
+
+namespace fpfs {
+
+inline constexpr uint64_t kInlineBytesMax = 16 * 1024;
+inline constexpr uint64_t kFileBytesMax = uint64_t{1} << 46;  // 64 TiB: object_block has 32 bits
+
+class Actions {
+ public:
+  void add(std::function<void()> action) { actions_.push_back(std::move(action)); }
+  void run() {
+    for (size_t i = 0; i < actions_.size(); ++i) actions_[i]();
+    actions_.clear();
+  }
+
+ private:
+  std::vector<std::function<void()>> actions_;
+};
+
+// What files need of the engine around them.
+class Plane {
+ public:
+  virtual ~Plane() = default;
+  virtual Arena& arena() = 0;
+  virtual Device* device(uint16_t number) = 0;  // nullptr: not mounted
+  virtual bool device_failed(uint16_t number) const = 0;
+  virtual void mark_device_failed(uint16_t number, int error) = 0;
+  // Something that a parked operation may wait for has happened (slot, space or I/O).
+  virtual void wake() = 0;
+  // Calls `retry` again at every wake() until it returns true.
+  virtual void park(std::function<bool()> retry) = 0;
+  virtual void log(int level, const std::string& message) = 0;
+  // Brackets a device read, so that discarding old places waits for it.
+  virtual unsigned read_begin() = 0;
+  virtual void read_end(unsigned phase) = 0;
+};
+
+struct Placement {
+  uint64_t chunk_bytes = 0;
+  std::vector<uint16_t> devices;
+  uint64_t first = 0;
+};
+
+struct SnapshotData {
+  uint64_t sequence = 0;
+  uint64_t size = 0;
+  int64_t mtime_ns = 0;
+  int64_t ctime_ns = 0;
+  std::optional<std::string> inline_content;
+  std::vector<std::pair<uint32_t, std::string>> segments;
+  std::vector<std::pair<uint16_t, uint64_t>> objects;
+  std::vector<std::pair<uint16_t, uint64_t>> dead;
+  std::vector<Extent> garbage;  // only count and place mean something
+};
+
+// A payload where it was received: up to four pieces, in stream order.
+struct Payload {
+  struct Piece {
+    char* base = nullptr;
+    size_t length = 0;
+  };
+  Piece pieces[4];
+  size_t count = 0;
+
+  void add(char* base, size_t length) {
+    if (length != 0) pieces[count++] = {base, length};
+  }
+  // Copies [from, from + length) to `to`; bytes that are there already are not touched.
+  void copy_to(char* to, size_t from, size_t length) const;
+  // Whether byte `from` was received at `place`.
+  bool lies_at(const char* place, size_t from) const;
+};
+
+// The unused part of an open slot, lent to a channel thread as a receive buffer.
+struct Lease {
+  std::shared_ptr<File> file;
+  Slot* slot = nullptr;
+  int thread = -1;
+};
+
+enum class Progress { Done, Wait };
+struct Outcome {
+  Progress progress = Progress::Done;
+  int error = 0;
+  static Outcome wait() { return {Progress::Wait, 0}; }
+  static Outcome failed(int error) { return {Progress::Done, error}; }
+};
+
+struct ReadJob;
+
+class File : public std::enable_shared_from_this<File> {
+ public:
+  struct Attributes {
+    uint64_t size = 0;
+    uint64_t allocated_bytes = 0;
+    int64_t mtime_ns = 0;
+    int64_t ctime_ns = 0;
+    bool privileges_dropped = false;
+    bool dirty = false;
+  };
+  using DrainDone = std::function<void(int error, SnapshotData snapshot)>;
+  using Done = std::function<void(int error)>;
+
+  File(Plane& plane, uint64_t ino, Placement placement);
+
+  uint64_t ino() const { return ino_; }
+  uint64_t chunk_bytes() const { return placement_.chunk_bytes; }
+  Status load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns, std::optional<std::string> content,
+              const std::vector<std::pair<uint32_t, std::string>>& segments) EXCLUDES(mutex_);
+  Attributes attributes() EXCLUDES(mutex_);
+  void set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) EXCLUDES(mutex_);
+  void drop_privileges() EXCLUDES(mutex_);
+  void privileges_restored() EXCLUDES(mutex_);
+  bool idle() EXCLUDES(mutex_);  // nothing unsaved, nothing in flight
+
+  // Reports an I/O error once to each `seen` counter.
+  int take_error(uint64_t* seen) EXCLUDES(mutex_);
+  bool has_error(uint64_t seen) EXCLUDES(mutex_);
+  uint64_t error_count() EXCLUDES(mutex_);
+
+  // --- writing (file_write.cc) ---
+  // Lends the unused part of the open slot at `offset` to lease->thread. Returns its length (0:
+  // none); *at is its memory.
+  size_t begin_lease(uint64_t offset, Lease* lease, char** at) EXCLUDES(mutex_);
+  void end_lease(Lease* lease) EXCLUDES(mutex_);
+  // Takes the payload. *spare (may be null) is attached when the payload already lies in it as it
+  // should; a lease whose slot was filled up is over afterwards. After Wait nothing has changed.
+  Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                Lease* lease) EXCLUDES(mutex_);
+  // Seals `slot` if it is still an open slot of this file (arena pressure).
+  bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
+
+  // --- moving to the devices (file_drain.cc) ---
+  void drain(bool last, DrainDone done) EXCLUDES(mutex_);
+  void committed(uint64_t sequence) EXCLUDES(mutex_);
+  // Discards everything unsaved; `done` gets every object that the file held.
+  void drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) EXCLUDES(mutex_);
+
+  // --- size and space (file_space.cc) ---
+  void truncate(uint64_t size, Done done) EXCLUDES(mutex_);
+  // One step of fallocate(2); call again after Wait.
+  Outcome allocate(uint64_t offset, uint64_t length, bool keep_size) EXCLUDES(mutex_);
+  void punch(uint64_t offset, uint64_t length, Done done) EXCLUDES(mutex_);
+
+  // --- reading (file_read.cc) ---
+  // Fills in what `job` has to read; true if it is complete without device I/O.
+  void read(ReadJob* job) EXCLUDES(mutex_);
+  // lseek(2) SEEK_DATA / SEEK_HOLE; -ENXIO behind the end.
+  int64_t seek(uint64_t offset, bool data) EXCLUDES(mutex_);
+
+  struct SlotIo;   // one device transfer for a slot
+  struct Appender; // the object on one device that new places come from
+
+ private:
+  friend struct ReadJob;
+  using Chain = std::vector<Slot*>;
+  struct Barrier {
+    uint64_t epoch = 0;
+    bool active = false;
+    std::function<void(Actions&, int error)> reached;  // under the lock
+  };
+  struct ChunkPiece;  // of a write
+
+  // file.cc
+  void touch_times() REQUIRES(mutex_);
+  Slot* open_slot(uint64_t chunk) REQUIRES(mutex_);
+  void attach(Slot* slot, uint64_t chunk) REQUIRES(mutex_);
+  void detach(Slot* slot) REQUIRES(mutex_);
+  void release_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void record_error(int error, const std::string& what) REQUIRES(mutex_);
+  void publish(Slot* slot, arena::SlotState state) REQUIRES(mutex_);
+
+  // file_write.cc
+  std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
+  bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare,
+                  int thread, Actions& actions) REQUIRES(mutex_);
+  void give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) REQUIRES(mutex_);
+  Outcome reserve(std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
+  uint64_t blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks)
+      REQUIRES(mutex_);
+  void apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Actions& actions)
+      REQUIRES(mutex_);
+  Outcome leave_inline(int thread, Actions& actions) REQUIRES(mutex_);
+  Outcome write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                       Lease* lease, bool extend, Actions& actions) REQUIRES(mutex_);
+  // Puts a copy of the leased slot in its place; the leaseholder keeps the original. Null if no
+  // slot is free.
+  Slot* steal(Slot* slot) REQUIRES(mutex_);
+
+  // Space (file_space.cc)
+  uint16_t device_for(uint64_t chunk) REQUIRES(mutex_);
+  Appender& appender(uint16_t device) REQUIRES(mutex_);
+  bool space_ready(uint16_t device, uint64_t blocks, Actions& actions) REQUIRES(mutex_);
+  void grow(const std::shared_ptr<Appender>& appender, uint64_t blocks, Actions& actions)
+      REQUIRES(mutex_);
+  void submit_grow(const std::shared_ptr<Appender>& appender, uint64_t blocks, uint64_t needed,
+                   Actions& actions) REQUIRES(mutex_);
+  void grown(const std::shared_ptr<Appender>& appender, uint64_t blocks, uint64_t needed,
+             int error) EXCLUDES(mutex_);
+  void object_made(const std::shared_ptr<Appender>& appender, uint64_t needed, int error,
+                   ObjectRef object, uint64_t id) EXCLUDES(mutex_);
+  void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
+  uint64_t holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<Extent>* runs)
+      REQUIRES(mutex_);
+  Place next_place(uint16_t device, uint64_t blocks) REQUIRES(mutex_);
+  void zero(uint64_t offset, uint64_t end, Done done);
+  void shrink_staged(uint64_t size, Actions& actions) REQUIRES(mutex_);
+  void shrink(uint64_t size, Actions& actions) REQUIRES(mutex_);
+  bool written_at(uint64_t offset) REQUIRES(mutex_);
+  Outcome allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions)
+      REQUIRES(mutex_);
+  Outcome allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint64_t ahead,
+                         Actions& actions) REQUIRES(mutex_);
+  void punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actions) REQUIRES(mutex_);
+  void punch_inline(uint64_t offset, uint64_t end) REQUIRES(mutex_);
+
+  // file_drain.cc
+  void seal(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void seal_all(Actions& actions) REQUIRES(mutex_);
+  bool may_issue(const Slot* slot) REQUIRES(mutex_);
+  void maybe_issue(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void issue(Slot* slot);
+  bool complete_block(Slot* slot, uint64_t index, Actions& actions) REQUIRES(mutex_);
+  uint32_t block_limit(const Slot* slot, uint64_t index) const;
+  void place(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void submit_write(Slot* slot, uint64_t block, uint64_t count, Place place, Actions& actions)
+      REQUIRES(mutex_);
+  void io_done(SlotIo* io, int result);
+  void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
+  void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
+  void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void add_barrier(std::function<void(Actions&, int)> reached, Actions& actions) REQUIRES(mutex_);
+  void start_barrier(Actions& actions) REQUIRES(mutex_);
+  void check_barrier(Actions& actions) REQUIRES(mutex_);
+  void adopt(const std::vector<Extent>& written) REQUIRES(mutex_);
+  SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
+  std::string compose_inline() REQUIRES(mutex_);
+  void flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actions& actions)
+      REQUIRES(mutex_);
+
+  // file_read.cc
+  void plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& actions) REQUIRES(mutex_);
+  void plan_overlays(ReadJob* job, uint64_t begin, uint64_t end) REQUIRES(mutex_);
+  void unpin(const std::vector<Slot*>& slots) EXCLUDES(mutex_);
+  ObjectRef object_ref(uint16_t device, uint64_t id) REQUIRES(mutex_);
+
+  Plane& plane_;
+  const uint64_t ino_;
+  const Placement placement_;
+
+  Mutex mutex_;
+  uint64_t size_ GUARDED_BY(mutex_) = 0;
+  int64_t mtime_ns_ GUARDED_BY(mutex_) = 0;
+  int64_t ctime_ns_ GUARDED_BY(mutex_) = 0;
+  bool privileges_dropped_ GUARDED_BY(mutex_) = false;
+  // The content is inline: no extents, all bytes below kInlineBytesMax (zeros behind them).
+  bool inline_mode_ GUARDED_BY(mutex_) = true;
+  std::string inline_ GUARDED_BY(mutex_);  // committed inline content
+  BlockMap map_ GUARDED_BY(mutex_);
+  std::map<uint64_t, Chain> chains_ GUARDED_BY(mutex_);
+  uint64_t epoch_ GUARDED_BY(mutex_) = 1;
+  std::deque<Barrier> barriers_ GUARDED_BY(mutex_);
+  bool draining_ GUARDED_BY(mutex_) = false;
+  bool dropped_ GUARDED_BY(mutex_) = false;
+
+  std::map<uint16_t, std::shared_ptr<Appender>> appenders_ GUARDED_BY(mutex_);
+  std::map<std::pair<uint16_t, uint64_t>, ObjectRef> objects_ GUARDED_BY(mutex_);  // owned
+  std::map<std::pair<uint16_t, uint64_t>, ObjectRef> unflushed_ GUARDED_BY(mutex_);
+  std::vector<Extent> garbage_ GUARDED_BY(mutex_);
+
+  uint64_t sequence_ GUARDED_BY(mutex_) = 0;            // grows with every change
+  uint64_t committed_sequence_ GUARDED_BY(mutex_) = 0;  // the last change that the catalog holds
+  // Of the last snapshot that is not yet committed:
+  std::set<uint32_t> snapshot_segments_ GUARDED_BY(mutex_);
+  std::vector<Extent> snapshot_garbage_ GUARDED_BY(mutex_);
+  std::vector<std::pair<uint16_t, uint64_t>> snapshot_dead_ GUARDED_BY(mutex_);
+
+  int error_ GUARDED_BY(mutex_) = 0;
+  uint64_t error_count_ GUARDED_BY(mutex_) = 0;
+  int drain_error_ GUARDED_BY(mutex_) = 0;  // since the last barrier
+};
+
+struct File::Appender {
+  uint16_t device = 0;
+  ObjectRef object;
+  uint64_t id = 0;
+  uint64_t next_block = 0;       // the next fresh place
+  uint64_t written_end = 0;      // bytes: behind the last byte written
+  uint64_t reserved_blocks = 0;  // promised to open slots
+  uint64_t allocated_blocks = 0; // preallocated on the device
+  uint64_t step_blocks = 16;     // next preallocation
+  bool growing = false;
+  bool trim_wanted = false;      // give back what was preallocated, when growth has ended
+  int error = 0;                 // why the last growth failed
+
+  bool has(uint64_t blocks) const {
+    return object != nullptr && next_block + reserved_blocks + blocks <= allocated_blocks;
+  }
+};
+
+struct File::SlotIo : IoRequest {
+  std::shared_ptr<File> file;
+  Slot* slot = nullptr;
+  Extent extent;                         // what is written, or the block that is fetched
+  std::unique_ptr<char, void (*)(void*)> bounce{nullptr, nullptr};  // of a fetch
+  std::vector<uint16_t> tried;           // devices that failed
+  void complete(int result) override { file->io_done(this, result); }
+};
+
+// One read in progress. The creator owns it until done() was called.
+struct ReadJob {
+  struct Overlay {
+    Slot* slot;
+    uint32_t slot_offset;
+    uint64_t job_offset;  // within buffer
+    uint32_t length;
+  };
+  virtual ~ReadJob() = default;
+  // Called once, on any thread; `data` lies in `buffer`. May delete the job.
+  virtual void done(int error, const char* data, size_t length) = 0;
+
+  std::shared_ptr<File> file;
+  uint64_t offset = 0;
+  size_t length = 0;       // asked for; clipped to the file's end by File::read
+  char* buffer = nullptr;  // 4096-aligned, holds the aligned range around [offset, +length)
+  uint64_t base = 0;       // file offset of buffer[0]
+  std::vector<Overlay> overlays;
+  std::atomic<uint32_t> pending{1};
+  std::atomic<int> error{0};
+  unsigned phase = 0;
+
+  void part_done(int result);
+};
+
+}  // namespace fpfs

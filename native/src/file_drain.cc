@@ -1,0 +1,547 @@
+// Slots -> devices -> map: sealing, completing blocks, writing, barriers, snapshots, flushes.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "file.h"
+
+namespace fpfs {
+namespace {
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Collects the completions of several requests into one call.
+struct Gather {
+  std::atomic<uint32_t> pending{1};
+  std::atomic<int> error{0};
+  std::function<void(int error)> done;
+
+  void part(int result) {
+    if (result != 0) error = -result;
+    if (pending.fetch_sub(1) == 1) {
+      done(error);
+      delete this;
+    }
+  }
+};
+
+struct GatherRequest : IoRequest {
+  Gather* gather = nullptr;
+  void complete(int result) override {
+    Gather* const target = gather;
+    delete this;
+    target->part(result);
+  }
+};
+
+}  // namespace
+
+// --- sealing and issuing ---
+
+void File::seal(Slot* slot, Actions& actions) {
+  if (slot->ranges.empty()) {
+    detach(slot);
+    release_slot(slot, actions);
+    return;
+  }
+  if (slot->lease != -1) {
+    Slot* copy = steal(slot);
+    if (copy == nullptr) {
+      slot->seal_wanted = true;
+      // The leaseholder may sleep for long; try again when a slot is free.
+      plane_.park([self = shared_from_this(), slot, chunk = slot->chunk] {
+        Actions after;
+        {
+          const MutexLock lock(self->mutex_);
+          const auto chain = self->chains_.find(chunk);
+          if (chain == self->chains_.end() ||
+              std::find(chain->second.begin(), chain->second.end(), slot) == chain->second.end() ||
+              slot->sealed) {
+            return true;
+          }
+          Slot* taken = slot->lease == -1 ? slot : self->steal(slot);
+          if (taken == nullptr) return false;
+          self->seal(taken, after);
+        }
+        after.run();
+        return true;
+      });
+      return;
+    }
+    slot = copy;
+  }
+  slot->seal_wanted = false;
+  slot->sealed = true;
+  plane_.arena().age_remove(slot);
+  publish(slot, arena::SlotState::Sealed);
+  maybe_issue(slot, actions);
+}
+
+void File::seal_all(Actions& actions) {
+  std::vector<Slot*> open;
+  for (const auto& [chunk, chain] : chains_) {
+    if (!chain.back()->sealed) open.push_back(chain.back());
+  }
+  for (Slot* slot : open) seal(slot, actions);
+}
+
+bool File::may_issue(const Slot* slot) {
+  if (!slot->sealed || slot->issued) return false;
+  if (chains_.find(slot->chunk)->second.front() != slot) return false;
+  return barriers_.empty() || !barriers_.front().active || slot->epoch <= barriers_.front().epoch;
+}
+
+void File::maybe_issue(Slot* slot, Actions& actions) {
+  if (!may_issue(slot)) return;
+  slot->issued = true;
+  actions.add([self = shared_from_this(), slot] { self->issue(slot); });
+}
+
+// Bytes of block `index` of the slot that exist in the file, up to the device's alignment.
+uint32_t File::block_limit(const Slot* slot, uint64_t index) const {
+  const uint64_t start = slot->chunk * placement_.chunk_bytes + index * kBlockBytes;
+  if (start >= slot->issue_size) return 0;
+  return static_cast<uint32_t>(
+      std::min(kBlockBytes, round_up(slot->issue_size - start, kIoAlignment)));
+}
+
+void File::issue(Slot* slot) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    slot->issue_size = size_;
+    bool complete = true;
+    for (uint64_t i = 0; i * kBlockBytes < placement_.chunk_bytes; ++i) {
+      if (!complete_block(slot, i, actions)) complete = false;
+    }
+    if (complete) place(slot, actions);
+  }
+  actions.run();
+}
+
+// Fills the bytes of a touched block that the slot does not hold: with zeros at once, or with the
+// block's old content by a device read. True if nothing has to be read.
+bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
+  const auto begin = static_cast<uint32_t>(index * kBlockBytes);
+  const uint32_t end = begin + block_limit(slot, index);
+  if (!slot->ranges.intersects(begin, begin + kBlockBytes)) return true;
+  if (end == begin || slot->ranges.covers(begin, end)) return true;
+  const uint64_t block = slot->chunk * (placement_.chunk_bytes / kBlockBytes) + index;
+  Extent old;
+  if (map_.find(block, &old) && !old.place.unwritten) {
+    auto io = std::make_unique<SlotIo>();
+    io->op = IoOp::Read;
+    io->file = shared_from_this();
+    io->slot = slot;
+    io->extent = old;
+    io->bounce = {static_cast<char*>(std::aligned_alloc(kIoAlignment, kBlockBytes)), std::free};
+    io->buffer = io->bounce.get();
+    io->object = object_ref(old.place.device, old.place.object);
+    io->offset = uint64_t{old.place.object_block} * kBlockBytes;
+    io->length = kBlockBytes;
+    ++slot->pending_io;
+    Device* device = plane_.device(old.place.device);
+    actions.add([device, request = io.release()] {
+      device != nullptr ? device->submit(request) : request->complete(-EIO);
+    });
+    return false;
+  }
+  for (uint32_t at = begin; at < end;) {
+    const uint32_t free = slot->ranges.free_until(at, end);
+    std::memset(slot->data + at, 0, free - at);
+    // Skip the range that begins here.
+    at = free;
+    for (const auto& range : slot->ranges.all()) {
+      if (range.begin <= at && at < range.end) at = range.end;
+    }
+  }
+  return true;
+}
+
+void File::fetched(SlotIo* io, int result, Actions& actions) {
+  Slot* slot = io->slot;
+  if (result != 0) {
+    slot->io_error = -result;
+  } else {
+    const uint64_t chunk_first = slot->chunk * (placement_.chunk_bytes / kBlockBytes);
+    const auto index = io->extent.block - chunk_first;
+    const auto begin = static_cast<uint32_t>(index * kBlockBytes);
+    const uint32_t end = begin + block_limit(slot, index);
+    // Bytes behind the file's end are zeros, whatever the old block held there.
+    const uint64_t start = io->extent.block * kBlockBytes;
+    if (slot->issue_size < start + kBlockBytes) {
+      const auto valid = static_cast<size_t>(slot->issue_size - start);
+      std::memset(io->buffer + valid, 0, kBlockBytes - valid);
+    }
+    RangeSet have = slot->ranges;
+    for (uint32_t at = begin; at < end;) {
+      const uint32_t free = have.free_until(at, end);
+      if (free > at) {
+        std::memcpy(slot->data + at, io->buffer + (at - begin), free - at);
+        have.add(at, free);
+      }
+      at = free;
+      for (const auto& range : have.all()) {
+        if (range.begin <= at && at < range.end) at = range.end;
+      }
+    }
+  }
+  if (--slot->pending_io > 0) return;
+  if (slot->io_error != 0) {
+    finish_slot(slot, actions);
+  } else {
+    place(slot, actions);
+  }
+}
+
+// --- writing to fresh places ---
+
+void File::place(Slot* slot, Actions& actions) {
+  const uint64_t chunk_first = slot->chunk * (placement_.chunk_bytes / kBlockBytes);
+  const uint64_t count = placement_.chunk_bytes / kBlockBytes;
+  const auto touched = [&](uint64_t i) {
+    const auto begin = static_cast<uint32_t>(i * kBlockBytes);
+    return block_limit(slot, i) != 0 && slot->ranges.intersects(begin, begin + kBlockBytes);
+  };
+  const auto reserved_place = [&](uint64_t i, Place* place) {
+    Extent extent;
+    if (!map_.find(chunk_first + i, &extent) || !extent.place.unwritten) return false;
+    *place = extent.place;
+    return true;
+  };
+  for (uint64_t i = 0; i < count;) {
+    if (!touched(i)) {
+      ++i;
+      continue;
+    }
+    uint64_t end = i + 1;
+    Place first;
+    if (reserved_place(i, &first)) {
+      // Preallocated by fallocate: nothing was ever written there, so it is a fresh place.
+      Place next;
+      while (end < count && touched(end) && reserved_place(end, &next) &&
+             next.device == first.device && next.object == first.object &&
+             next.object_block == first.object_block + (end - i)) {
+        ++end;
+      }
+      first.unwritten = false;
+      submit_write(slot, chunk_first + i, end - i, first, actions);
+    } else {
+      Place other;
+      while (end < count && touched(end) && !reserved_place(end, &other)) ++end;
+      Appender& entry = appender(slot->device);
+      for (uint64_t b = i; b < end; ++b) {
+        if (!slot->reserved[b]) continue;
+        slot->reserved[b] = false;
+        --entry.reserved_blocks;
+      }
+      submit_write(slot, chunk_first + i, end - i, next_place(slot->device, end - i), actions);
+    }
+    i = end;
+  }
+  if (slot->pending_io == 0) finish_slot(slot, actions);
+}
+
+void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place,
+                        Actions& actions) {
+  const uint64_t index = block - slot->chunk * (placement_.chunk_bytes / kBlockBytes);
+  auto io = std::make_unique<SlotIo>();
+  io->op = IoOp::Write;
+  io->file = shared_from_this();
+  io->slot = slot;
+  io->extent = Extent{block, count, place};
+  io->object = object_ref(place.device, place.object);
+  io->offset = uint64_t{place.object_block} * kBlockBytes;
+  io->buffer = slot->data + index * kBlockBytes;
+  io->length = (count - 1) * kBlockBytes + block_limit(slot, index + count - 1);
+  if (const auto it = appenders_.find(place.device);
+      it != appenders_.end() && it->second->id == place.object) {
+    it->second->written_end = std::max(it->second->written_end, io->offset + io->length);
+  }
+  ++slot->pending_io;
+  Device* device = plane_.device(place.device);
+  actions.add([device, request = io.release()] {
+    device != nullptr && request->object != nullptr ? device->submit(request)
+                                                    : request->complete(-EIO);
+  });
+}
+
+void File::io_done(SlotIo* io, int result) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    std::unique_ptr<SlotIo> owned(io);
+    if (io->op == IoOp::Read) {
+      fetched(io, result, actions);
+    } else if (result != 0) {
+      write_failed(std::move(owned), result, actions);
+    } else {
+      Slot* slot = io->slot;
+      slot->written.push_back(io->extent);
+      unflushed_[{io->extent.place.device, io->extent.place.object}] = io->object;
+      if (--slot->pending_io == 0) finish_slot(slot, actions);
+    }
+    // The request may hold the last reference to this file: it goes after the lock.
+    if (owned != nullptr) actions.add([keep = std::shared_ptr<SlotIo>(std::move(owned))] {});
+  }
+  actions.run();
+}
+
+// The same bytes go to a new object on the next device that has not failed for them.
+void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) {
+  Slot* slot = io->slot;
+  const uint16_t failed = io->extent.place.device;
+  io->tried.push_back(failed);
+  if (result != -ENOSPC) plane_.mark_device_failed(failed, -result);
+  for (const uint16_t number : placement_.devices) {
+    const bool tried =
+        std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
+    Device* device = plane_.device(number);
+    if (tried || device == nullptr) continue;
+    plane_.log(30, "inode " + std::to_string(ino_) + ": writing to device " +
+                       std::to_string(failed) + " failed (" + std::strerror(-result) +
+                       "), its bytes go to device " + std::to_string(number));
+    actions.add([self = shared_from_this(), request = io.release(), device, number] {
+      device->create_object([self, request, device, number](int error, ObjectRef object,
+                                                            uint64_t id) {
+        if (error == 0) {
+          const MutexLock lock(self->mutex_);
+          self->objects_[{number, id}] = object;
+        }
+        request->extent.place = Place{id, 0, number, false};
+        request->object = std::move(object);
+        request->offset = 0;
+        error == 0 ? device->submit(request) : self->io_done(request, -error);
+      });
+    });
+    return;
+  }
+  slot->io_error = -result;
+  actions.add([keep = std::shared_ptr<SlotIo>(std::move(io))] {});
+  if (--slot->pending_io == 0) finish_slot(slot, actions);
+}
+
+// The map learns of places whose bytes are on the device.
+void File::adopt(const std::vector<Extent>& written) {
+  for (const Extent& extent : written) {
+    std::vector<Extent> replaced;
+    map_.assign(extent, &replaced);
+    for (const Extent& old : replaced) {
+      const Place& place = old.place;
+      const uint64_t shift = old.block - extent.block;
+      const bool same = place.unwritten && place.device == extent.place.device &&
+                        place.object == extent.place.object &&
+                        place.object_block == extent.place.object_block + shift;
+      if (!same) garbage_.push_back(old);
+    }
+  }
+}
+
+void File::finish_slot(Slot* slot, Actions& actions) {
+  if (slot->io_error != 0) {
+    record_error(slot->io_error, "staged bytes could be written to no device");
+    for (const Extent& extent : slot->written) garbage_.push_back(extent);
+  } else {
+    adopt(slot->written);
+  }
+  const uint64_t chunk = slot->chunk;
+  detach(slot);
+  release_slot(slot, actions);
+  if (const auto next = chains_.find(chunk); next != chains_.end()) {
+    maybe_issue(next->second.front(), actions);
+  }
+  check_barrier(actions);
+}
+
+// --- barriers ---
+
+void File::add_barrier(std::function<void(Actions&, int)> reached, Actions& actions) {
+  barriers_.push_back(Barrier{0, false, std::move(reached)});
+  if (barriers_.size() == 1) start_barrier(actions);
+}
+
+void File::start_barrier(Actions& actions) {
+  seal_all(actions);
+  barriers_.front().epoch = epoch_++;
+  barriers_.front().active = true;
+  check_barrier(actions);
+}
+
+void File::check_barrier(Actions& actions) {
+  while (!barriers_.empty() && barriers_.front().active) {
+    const uint64_t epoch = barriers_.front().epoch;
+    for (const auto& [chunk, chain] : chains_) {
+      if (chain.front()->epoch <= epoch) return;
+    }
+    const auto reached = std::move(barriers_.front().reached);
+    barriers_.pop_front();
+    reached(actions, drain_error_);
+    for (const auto& [chunk, chain] : chains_) maybe_issue(chain.front(), actions);
+    if (!barriers_.empty()) {
+      seal_all(actions);
+      barriers_.front().epoch = epoch_++;
+      barriers_.front().active = true;
+    }
+  }
+}
+
+// --- snapshots ---
+
+std::string File::compose_inline() {
+  std::string content(std::min(size_, kInlineBytesMax), '\0');
+  std::memcpy(content.data(), inline_.data(), std::min(inline_.size(), content.size()));
+  const auto chain = chains_.find(0);
+  if (chain == chains_.end()) return content;
+  for (const Slot* slot : chain->second) {
+    for (const auto& range : slot->ranges.all()) {
+      if (range.begin >= content.size()) continue;
+      const size_t end = std::min<size_t>(range.end, content.size());
+      std::memcpy(content.data() + range.begin, slot->data + range.begin, end - range.begin);
+    }
+  }
+  return content;
+}
+
+// What the catalog is to make current. `base` holds what was fixed when the drain began.
+SnapshotData File::snapshot(SnapshotData base, bool last) {
+  map_.put_back(snapshot_segments_);  // of a snapshot that was never committed
+  garbage_.insert(garbage_.end(), snapshot_garbage_.begin(), snapshot_garbage_.end());
+  if (inline_mode_) base.inline_content = compose_inline();
+  snapshot_segments_ = map_.take_changed();
+  for (const uint32_t index : snapshot_segments_) {
+    base.segments.emplace_back(index, map_.encode_segment(index));
+  }
+  std::set<std::pair<uint16_t, uint64_t>> live = map_.objects();
+  base.objects.assign(live.begin(), live.end());
+  for (auto it = appenders_.begin(); it != appenders_.end();) {
+    const auto& entry = it->second;
+    const bool used = live.contains({entry->device, entry->id});
+    if (last && !used && !entry->growing && entry->reserved_blocks == 0) {
+      it = appenders_.erase(it);
+    } else {
+      live.insert({entry->device, entry->id});
+      ++it;
+    }
+  }
+  for (const auto& [chunk, chain] : chains_) {
+    for (const Slot* slot : chain) {
+      for (const Extent& extent : slot->written) {
+        live.insert({extent.place.device, extent.place.object});
+      }
+    }
+  }
+  snapshot_dead_.clear();
+  for (const auto& [key, object] : objects_) {
+    if (!live.contains(key)) snapshot_dead_.push_back(key);
+  }
+  base.dead = snapshot_dead_;
+  snapshot_garbage_ = std::exchange(garbage_, {});
+  for (const Extent& extent : snapshot_garbage_) {
+    if (live.contains({extent.place.device, extent.place.object})) base.garbage.push_back(extent);
+  }
+  return base;
+}
+
+void File::drain(bool last, DrainDone done) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    SnapshotData base;
+    base.sequence = sequence_;
+    base.size = size_;
+    base.mtime_ns = mtime_ns_;
+    base.ctime_ns = ctime_ns_;
+    if (dropped_ || draining_) {
+      actions.add([done, error = dropped_ ? ENOENT : EBUSY] { done(error, {}); });
+    } else if (inline_mode_ && barriers_.empty()) {
+      draining_ = true;
+      flush_objects(last, snapshot(std::move(base), last), done, actions);
+    } else {
+      draining_ = true;
+      add_barrier(
+          [this, base, last, done](Actions& after, int error) mutable {
+            if (error != 0) {
+              draining_ = false;
+              after.add([done, error] { done(error, {}); });
+              return;
+            }
+            flush_objects(last, snapshot(std::move(base), last), done, after);
+          },
+          actions);
+    }
+  }
+  actions.run();
+}
+
+// Makes every object written since the last flush durable, then hands the snapshot over.
+void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actions& actions) {
+  auto* gather = new Gather();
+  gather->done = [self = shared_from_this(), done, snapshot = std::move(snapshot)](int error) {
+    {
+      const MutexLock lock(self->mutex_);
+      self->draining_ = false;
+      // A device that failed a flush may have lost what it took before: never trusted again.
+      if (error != 0) self->record_error(error, "flushing to a device failed");
+    }
+    done(error, snapshot);
+  };
+  if (last) {
+    for (const auto& [number, entry] : appenders_) submit_trim(entry, actions);
+  }
+  for (const auto& [key, object] : std::exchange(unflushed_, {})) {
+    if (std::find(snapshot_dead_.begin(), snapshot_dead_.end(), key) != snapshot_dead_.end()) {
+      continue;
+    }
+    auto* request = new GatherRequest();
+    request->op = IoOp::Flush;
+    request->object = object;
+    request->gather = gather;
+    ++gather->pending;
+    Device* device = plane_.device(key.first);
+    actions.add([device, request] {
+      device != nullptr ? device->submit(request) : request->complete(-EIO);
+    });
+  }
+  actions.add([gather] { gather->part(0); });
+}
+
+void File::committed(uint64_t sequence) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    committed_sequence_ = sequence;
+    snapshot_segments_.clear();
+    snapshot_garbage_.clear();
+    for (const auto& key : std::exchange(snapshot_dead_, {})) objects_.erase(key);
+    if (inline_mode_ && sequence_ == sequence) {
+      inline_ = compose_inline();
+      std::vector<Slot*> done;
+      for (const auto& [chunk, chain] : chains_) done.insert(done.end(), chain.begin(), chain.end());
+      for (Slot* slot : done) {
+        detach(slot);
+        release_slot(slot, actions);
+      }
+    }
+  }
+  actions.run();
+}
+
+void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    shrink_staged(0, actions);
+    add_barrier(
+        [this, done](Actions& after, int) {
+          dropped_ = true;
+          std::vector<std::pair<uint16_t, uint64_t>> keys;
+          for (const auto& [key, object] : objects_) keys.push_back(key);
+          after.add([done, keys] { done(keys); });
+        },
+        actions);
+  }
+  actions.run();
+}
+
+}  // namespace fpfs

@@ -1,0 +1,417 @@
+// Where new bytes will lie: objects, preallocation, reservation; and truncate, fallocate, punch.
+#include <algorithm>
+#include <cstring>
+
+#include "file.h"
+
+namespace fpfs {
+namespace {
+
+constexpr uint64_t kGrowBlocksMax = 1024;  // 64 MiB of one object at a time
+
+alignas(4096) char zeros[kBlockBytes];
+
+uint64_t blocks_up(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
+
+// A device request whose completion is a function; deletes itself.
+struct CallRequest : IoRequest {
+  std::function<void(int)> call;
+  void complete(int result) override {
+    const auto function = std::move(call);
+    delete this;
+    function(result);
+  }
+};
+
+}  // namespace
+
+// The device of new blocks of a chunk: the layout's, or the next one that can take them.
+uint16_t File::device_for(uint64_t chunk) {
+  const size_t width = placement_.devices.size();
+  for (size_t i = 0; i < width; ++i) {
+    const uint16_t number = placement_.devices[(placement_.first + chunk + i) % width];
+    const auto it = appenders_.find(number);
+    const bool full = it != appenders_.end() && it->second->error != 0;
+    if (!full && plane_.device(number) != nullptr && !plane_.device_failed(number)) return number;
+  }
+  return placement_.devices[(placement_.first + chunk) % width];
+}
+
+File::Appender& File::appender(uint16_t device) {
+  std::shared_ptr<Appender>& entry = appenders_[device];
+  if (entry == nullptr) {
+    entry = std::make_shared<Appender>();
+    entry->device = device;
+  }
+  return *entry;
+}
+
+bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
+  Appender& entry = appender(device);
+  const std::shared_ptr<Appender> shared = appenders_[device];
+  if (!entry.has(blocks)) {
+    if (!entry.growing) {
+      grow(shared, entry.next_block + entry.reserved_blocks + blocks - entry.allocated_blocks,
+           actions);
+    }
+    return false;
+  }
+  const uint64_t left =
+      entry.allocated_blocks - entry.next_block - entry.reserved_blocks - blocks;
+  if (!entry.growing && entry.allocated_blocks >= 64 && left < entry.step_blocks / 4) {
+    grow(shared, 0, actions);  // ahead of need
+  }
+  return true;
+}
+
+// Preallocates at least `needed` more blocks (0: one step, whose failure is no error yet).
+void File::grow(const std::shared_ptr<Appender>& entry, uint64_t needed, Actions& actions) {
+  entry->growing = true;
+  if (entry->object != nullptr) {
+    submit_grow(entry, std::max(entry->step_blocks, needed), needed, actions);
+    return;
+  }
+  Device* device = plane_.device(entry->device);
+  actions.add([self = shared_from_this(), entry, needed, device] {
+    if (device == nullptr) {
+      self->object_made(entry, needed, EIO, nullptr, 0);
+      return;
+    }
+    device->create_object([self, entry, needed](int error, ObjectRef object, uint64_t id) {
+      self->object_made(entry, needed, error, std::move(object), id);
+    });
+  });
+}
+
+void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, int error,
+                       ObjectRef object, uint64_t id) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    if (error != 0) {
+      entry->growing = false;
+      entry->error = error;
+      actions.add([this] { plane_.wake(); });
+    } else if (dropped_) {
+      entry->growing = false;
+      Device* device = plane_.device(entry->device);
+      actions.add([device, id] { device->remove_object(id, [](int) {}); });
+    } else {
+      entry->object = object;
+      entry->id = id;
+      objects_[{entry->device, id}] = std::move(object);
+      submit_grow(entry, std::max(entry->step_blocks, needed), needed, actions);
+    }
+  }
+  actions.run();
+}
+
+void File::submit_grow(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64_t needed,
+                       Actions& actions) {
+  auto* request = new CallRequest();
+  request->op = IoOp::Allocate;
+  request->object = entry->object;
+  request->offset = entry->allocated_blocks * kBlockBytes;
+  request->length = blocks * kBlockBytes;
+  request->call = [self = shared_from_this(), entry, blocks, needed](int result) {
+    self->grown(entry, blocks, needed, -result);
+  };
+  actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
+}
+
+void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64_t needed,
+                 int error) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    if (error != 0 && needed != 0 && blocks > needed) {
+      entry->step_blocks = 1;
+      submit_grow(entry, needed, needed, actions);  // nearly full: just what is needed
+    } else {
+      entry->growing = false;
+      if (error == 0) {
+        entry->allocated_blocks += blocks;
+        entry->step_blocks = std::min(entry->step_blocks * 2, kGrowBlocksMax);
+      } else if (needed != 0) {
+        entry->error = error;
+      } else {
+        entry->step_blocks = 1;
+      }
+      if (entry->trim_wanted) submit_trim(entry, actions);
+      actions.add([this] { plane_.wake(); });
+    }
+  }
+  actions.run();
+}
+
+// Gives back what was preallocated behind the last byte written.
+void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions) {
+  entry->trim_wanted = entry->growing;
+  if (entry->growing || entry->object == nullptr || entry->reserved_blocks != 0) return;
+  if (entry->allocated_blocks * kBlockBytes <= entry->written_end) return;
+  entry->allocated_blocks = entry->next_block;
+  entry->step_blocks = 16;
+  auto* request = new CallRequest();
+  request->op = IoOp::Truncate;
+  request->object = entry->object;
+  request->length = entry->written_end;
+  // Failing to give space back loses no data; the next trim or the removal gives it back.
+  request->call = [self = shared_from_this()](int result) {
+    if (result != 0) self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
+  };
+  actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
+}
+
+Place File::next_place(uint16_t device, uint64_t blocks) {
+  Appender& entry = appender(device);
+  Place place{entry.id, static_cast<uint32_t>(entry.next_block), device, false};
+  entry.next_block += blocks;
+  return place;
+}
+
+bool File::written_at(uint64_t offset) {
+  Extent extent;
+  return map_.find(offset / kBlockBytes, &extent) && !extent.place.unwritten;
+}
+
+// Drops staged bytes behind `size`.
+void File::shrink_staged(uint64_t size, Actions& actions) {
+  std::vector<Slot*> gone;
+  for (auto& [chunk, chain] : chains_) {
+    Slot* slot = chain.back();
+    if (slot->sealed) continue;
+    const uint64_t start = chunk * placement_.chunk_bytes;
+    if (start >= size) {
+      gone.push_back(slot);
+    } else if (size - start < placement_.chunk_bytes) {
+      slot->ranges.clip(static_cast<uint32_t>(size - start));
+      publish(slot, arena::SlotState::Filling);
+    }
+  }
+  for (Slot* slot : gone) {
+    detach(slot);
+    release_slot(slot, actions);
+  }
+}
+
+void File::shrink(uint64_t size, Actions& actions) {
+  shrink_staged(size, actions);
+  const uint64_t first = blocks_up(size);
+  map_.erase(first, UINT64_MAX - first, &garbage_);
+  size_ = size;
+  touch_times();
+  if (size != 0 || !chains_.empty()) return;
+  inline_mode_ = true;  // a new content begins, on objects of its own
+  inline_.clear();
+  drain_error_ = 0;
+  for (auto it = appenders_.begin(); it != appenders_.end();) {
+    it = it->second->growing ? std::next(it) : appenders_.erase(it);
+  }
+}
+
+void File::truncate(uint64_t size, Done done) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    if (size > kFileBytesMax || dropped_) {
+      actions.add([done, error = dropped_ ? EIO : EFBIG] { done(error); });
+    } else if (size >= size_) {
+      size_ = size;
+      touch_times();
+      actions.add([done] { done(0); });
+    } else if (inline_mode_) {
+      inline_.resize(std::min<size_t>(inline_.size(), size));
+      shrink_staged(size, actions);
+      size_ = size;
+      touch_times();
+      actions.add([done] { done(0); });
+    } else {
+      if (barriers_.empty()) shrink_staged(size, actions);  // need not be written first
+      add_barrier(
+          [this, size, done](Actions& after, int) {
+            shrink(size, after);
+            const uint64_t block_end = blocks_up(size) * kBlockBytes;
+            // What the last block holds behind the new end must not come back by extending.
+            const bool tail = size % kBlockBytes != 0 && written_at(size);
+            after.add([self = shared_from_this(), size, block_end, done, tail] {
+              if (tail) {
+                self->zero(size, block_end, done);
+              } else {
+                done(0);
+              }
+            });
+          },
+          actions);
+    }
+  }
+  actions.run();
+}
+
+// Writes zeros into [offset, end), within one block, without changing the size.
+void File::zero(uint64_t offset, uint64_t end, Done done) {
+  auto attempt = [self = shared_from_this(), offset, end, done]() -> bool {
+    Payload payload;
+    payload.add(zeros, end - offset);
+    Slot* spare = nullptr;
+    Actions actions;
+    Outcome outcome;
+    {
+      const MutexLock lock(self->mutex_);
+      outcome = self->write_locked(offset, end - offset, payload, &spare, nullptr, false, actions);
+    }
+    if (spare != nullptr) self->plane_.arena().give(spare);
+    actions.run();
+    if (outcome.progress == Progress::Wait) return false;
+    done(outcome.error);
+    return true;
+  };
+  if (!attempt()) plane_.park(attempt);
+}
+
+// Runs of blocks in [first, end) of a chunk that have neither a place nor a promise of one.
+uint64_t File::holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<Extent>* runs) {
+  const uint64_t chunk_first = chunk * (placement_.chunk_bytes / kBlockBytes);
+  const auto chain = chains_.find(chunk);
+  uint64_t total = 0;
+  for (uint64_t block = first; block < end; ++block) {
+    Extent found;
+    bool taken = map_.find(block, &found);
+    if (chain != chains_.end()) {
+      for (const Slot* slot : chain->second) taken = taken || slot->reserved[block - chunk_first];
+    }
+    if (taken) continue;
+    if (!runs->empty() && runs->back().end() == block) {
+      ++runs->back().count;
+    } else {
+      runs->push_back(Extent{block, 1, {}});
+    }
+    ++total;
+  }
+  return total;
+}
+
+Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
+  Actions actions;
+  Outcome outcome;
+  {
+    const MutexLock lock(mutex_);
+    outcome = allocate_locked(offset, length, keep_size, actions);
+  }
+  actions.run();
+  return outcome;
+}
+
+Outcome File::allocate_locked(uint64_t offset, uint64_t length, bool keep_size,
+                              Actions& actions) {
+  if (offset > kFileBytesMax || length > kFileBytesMax - offset) return Outcome::failed(EFBIG);
+  const uint64_t end = offset + length;
+  if (!inline_mode_ || end > kInlineBytesMax) {
+    if (inline_mode_) {
+      const Outcome outcome = leave_inline(-1, actions);
+      if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
+    }
+    const uint64_t chunk_blocks = placement_.chunk_bytes / kBlockBytes;
+    const uint64_t last = blocks_up(end);
+    for (uint64_t block = offset / kBlockBytes; block < last;) {
+      const uint64_t chunk = block / chunk_blocks;
+      const uint64_t chunk_end = std::min(last, (chunk + 1) * chunk_blocks);
+      const Outcome outcome = allocate_chunk(chunk, block, chunk_end, (last - block), actions);
+      if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
+      block = chunk_end;
+    }
+  }
+  if (!keep_size) size_ = std::max(size_, end);
+  touch_times();
+  return {};
+}
+
+Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint64_t ahead,
+                             Actions& actions) {
+  std::vector<Extent> runs;
+  const uint64_t blocks = holes(chunk, first, end, &runs);
+  if (blocks == 0) return {};
+  const uint16_t number = device_for(chunk);
+  Appender& entry = appender(number);
+  if (entry.error != 0) {
+    const int error = entry.error;
+    for (auto& [device, other] : appenders_) other->error = 0;
+    return Outcome::failed(error);
+  }
+  // One preallocation for this device's whole share of the request.
+  if (!entry.growing) {
+    entry.step_blocks = std::max(entry.step_blocks, blocks_up(ahead * kBlockBytes) /
+                                                        placement_.devices.size());
+  }
+  if (!space_ready(number, blocks, actions)) return Outcome::wait();
+  for (Extent& run : runs) {
+    run.place = next_place(number, run.count);
+    run.place.unwritten = true;
+    entry.written_end = entry.next_block * kBlockBytes;
+    map_.assign(run, &garbage_);
+  }
+  return {};
+}
+
+void File::punch_inline(uint64_t offset, uint64_t end) {
+  if (offset < inline_.size()) {
+    std::memset(inline_.data() + offset, 0, std::min<uint64_t>(end, inline_.size()) - offset);
+  }
+  const auto chain = chains_.find(0);
+  if (chain == chains_.end()) return;
+  for (Slot* slot : chain->second) {
+    for (const auto& range : slot->ranges.all()) {
+      const uint64_t from = std::max<uint64_t>(range.begin, offset);
+      const uint64_t to = std::min<uint64_t>(range.end, end);
+      if (from < to) std::memset(slot->data + from, 0, to - from);
+    }
+  }
+}
+
+void File::punch(uint64_t offset, uint64_t length, Done done) {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    const uint64_t end = length > kFileBytesMax ? kFileBytesMax : offset + length;
+    if (inline_mode_) {
+      punch_inline(offset, end);
+      touch_times();
+      actions.add([done] { done(0); });
+    } else {
+      add_barrier([this, offset, end, done](Actions& after, int) {
+        punch_blocks(offset, end, done, after);
+      }, actions);
+    }
+  }
+  actions.run();
+}
+
+// Whole blocks become holes; the rest of the range is overwritten with zeros.
+void File::punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actions) {
+  const uint64_t first = blocks_up(offset);
+  const uint64_t last = end / kBlockBytes;
+  if (first < last) map_.erase(first, last - first, &garbage_);
+  touch_times();
+  std::vector<std::pair<uint64_t, uint64_t>> edges;
+  const uint64_t head_end = std::min(end, first * kBlockBytes);
+  if (offset < head_end && written_at(offset)) edges.emplace_back(offset, head_end);
+  if (last >= first && last * kBlockBytes < end && written_at(end)) {
+    edges.emplace_back(last * kBlockBytes, end);
+  }
+  actions.add([self = shared_from_this(), edges, done] {
+    if (edges.empty()) {
+      done(0);
+    } else if (edges.size() == 1) {
+      self->zero(edges[0].first, edges[0].second, done);
+    } else {
+      self->zero(edges[0].first, edges[0].second, [self, edges, done](int error) {
+        if (error != 0) {
+          done(error);
+        } else {
+          self->zero(edges[1].first, edges[1].second, done);
+        }
+      });
+    }
+  });
+}
+
+}  // namespace fpfs

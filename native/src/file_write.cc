@@ -1,0 +1,334 @@
+// The life of an acknowledged write: payload -> slot. The reply may go when write() says Done.
+#include <algorithm>
+#include <cstring>
+
+#include "file.h"
+#include "fuse_wire.h"
+
+namespace fpfs {
+
+void Payload::copy_to(char* to, size_t from, size_t length) const {
+  for (size_t i = 0; i < count && length > 0; ++i) {
+    if (from >= pieces[i].length) {
+      from -= pieces[i].length;
+      continue;
+    }
+    const size_t n = std::min(length, pieces[i].length - from);
+    const char* source = pieces[i].base + from;
+    if (source != to) std::memmove(to, source, n);
+    to += n;
+    length -= n;
+    from = 0;
+  }
+}
+
+bool Payload::lies_at(const char* place, size_t from) const {
+  for (size_t i = 0; i < count; ++i) {
+    if (from < pieces[i].length) return pieces[i].base + from == place;
+    from -= pieces[i].length;
+  }
+  return false;
+}
+
+// The part of a write that falls into one chunk.
+struct File::ChunkPiece {
+  uint64_t chunk = 0;
+  uint32_t begin = 0;  // within the chunk
+  uint32_t end = 0;
+  size_t from = 0;     // within the payload
+  Slot* slot = nullptr;
+  bool fresh = false;  // taken for this write, not yet attached
+};
+
+size_t File::begin_lease(uint64_t offset, Lease* lease, char** at) {
+  const MutexLock lock(mutex_);
+  if (placement_.chunk_bytes < wire::kMaxWriteBytes || dropped_) return 0;
+  if (inline_mode_ && !inline_.empty()) return 0;  // leave_inline() fills in between
+  Slot* slot = open_slot(offset / placement_.chunk_bytes);
+  if (slot == nullptr || slot->lease != -1) return 0;
+  const auto begin = static_cast<uint32_t>(offset % placement_.chunk_bytes);
+  const uint32_t end =
+      slot->ranges.free_until(begin, static_cast<uint32_t>(placement_.chunk_bytes));
+  if (begin == end) return 0;
+  slot->lease = lease->thread;
+  slot->lease_begin = begin;
+  slot->lease_end = end;
+  lease->file = shared_from_this();
+  lease->slot = slot;
+  *at = slot->data + begin;
+  return end - begin;
+}
+
+void File::end_lease(Lease* lease) {
+  if (lease->slot == nullptr) return;
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    Slot* slot = std::exchange(lease->slot, nullptr);
+    slot->lease = -1;
+    if (slot->orphan) {
+      slot->orphan = false;
+      release_slot(slot, actions);
+    } else if (slot->seal_wanted) {
+      seal(slot, actions);
+    }
+  }
+  actions.run();
+}
+
+Slot* File::steal(Slot* slot) {
+  Slot* copy = plane_.arena().take();
+  if (copy == nullptr) return nullptr;
+  for (const auto& range : slot->ranges.all()) {
+    std::memcpy(copy->data + range.begin, slot->data + range.begin, range.end - range.begin);
+  }
+  copy->file = slot->file;
+  copy->chunk = slot->chunk;
+  copy->epoch = slot->epoch;
+  copy->device = slot->device;
+  copy->ranges = slot->ranges;
+  copy->reserved = slot->reserved;
+  slot->reserved.reset();
+  Chain& chain = chains_.find(slot->chunk)->second;
+  *std::find(chain.begin(), chain.end(), slot) = copy;
+  plane_.arena().age_add(copy);
+  publish(copy, arena::SlotState::Filling);
+  plane_.arena().age_remove(slot);
+  plane_.arena().publish(slot, arena::SlotState::Free, 0, 0, 0, 0);
+  slot->orphan = true;
+  slot->seal_wanted = false;
+  return copy;
+}
+
+std::vector<File::ChunkPiece> File::pieces_of(uint64_t offset, size_t length) {
+  std::vector<ChunkPiece> pieces;
+  const uint64_t chunk_bytes = placement_.chunk_bytes;
+  for (size_t from = 0; from < length;) {
+    ChunkPiece piece;
+    const uint64_t at = offset + from;
+    piece.chunk = at / chunk_bytes;
+    piece.begin = static_cast<uint32_t>(at % chunk_bytes);
+    const size_t n = std::min<uint64_t>(length - from, chunk_bytes - piece.begin);
+    piece.end = piece.begin + static_cast<uint32_t>(n);
+    piece.from = from;
+    pieces.push_back(piece);
+    from += n;
+  }
+  return pieces;
+}
+
+bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare,
+                      int thread, Actions& actions) {
+  for (ChunkPiece& piece : pieces) {
+    Slot* slot = open_slot(piece.chunk);
+    if (slot != nullptr && slot->lease != -1 && slot->lease != thread &&
+        slot->lease_begin < piece.end && piece.begin < slot->lease_end) {
+      slot = steal(slot);
+      if (slot == nullptr) return false;
+    }
+    if (slot != nullptr &&
+        slot->ranges.would_exceed(piece.begin, piece.end, arena::kRangesMax)) {
+      seal(slot, actions);
+      slot = nullptr;
+    }
+    if (slot == nullptr) {
+      if (*spare != nullptr && payload.lies_at((*spare)->data + piece.begin, piece.from)) {
+        slot = std::exchange(*spare, nullptr);
+      } else {
+        slot = plane_.arena().take();
+      }
+      if (slot == nullptr) return false;
+      slot->device = device_for(piece.chunk);
+      piece.fresh = true;
+    }
+    piece.slot = slot;
+  }
+  return true;
+}
+
+void File::give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) {
+  for (ChunkPiece& piece : pieces) {
+    if (!piece.fresh) continue;
+    if (*spare == nullptr) {
+      *spare = piece.slot;
+    } else {
+      plane_.arena().give(piece.slot);
+    }
+    piece.slot = nullptr;
+  }
+}
+
+// Blocks of the slot, this piece included, that have no place on the device yet.
+uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks) {
+  const uint64_t first = piece.chunk * (placement_.chunk_bytes / kBlockBytes);
+  const auto mark = [&](uint32_t begin, uint32_t end) {
+    for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
+      Extent extent;
+      if (piece.slot->reserved[b]) continue;
+      if (map_.find(first + b, &extent) && extent.place.unwritten) continue;
+      blocks->set(b);
+    }
+  };
+  mark(piece.begin, piece.end);
+  if (!piece.fresh) {
+    for (const auto& range : piece.slot->ranges.all()) mark(range.begin, range.end);
+  }
+  return blocks->count();
+}
+
+// Promises space on the devices for every block that the pieces touch.
+Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
+  std::map<uint16_t, uint64_t> needed;
+  int error = 0;
+  for (ChunkPiece& piece : pieces) {
+    const auto old = appenders_.find(piece.slot->device);
+    if (old != appenders_.end() && old->second->error != 0) {
+      // No space there: the chunk goes to another device, with what was promised for it.
+      error = old->second->error;
+      old->second->reserved_blocks -= piece.slot->reserved.count();
+      piece.slot->reserved.reset();
+      piece.slot->device = device_for(piece.chunk);
+    }
+    if (appender(piece.slot->device).error != 0) {
+      error = appender(piece.slot->device).error;
+      for (auto& [device, entry] : appenders_) entry->error = 0;  // the next write tries again
+      return Outcome::failed(error);
+    }
+    std::bitset<kSlotBlocksMax> blocks;
+    needed[piece.slot->device] += blocks_needed(piece, &blocks);
+  }
+  bool ready = true;
+  for (const auto& [device, blocks] : needed) {
+    if (blocks != 0 && !space_ready(device, blocks, actions)) ready = false;
+  }
+  if (!ready) return Outcome::wait();
+  for (ChunkPiece& piece : pieces) {
+    std::bitset<kSlotBlocksMax> blocks;
+    const uint64_t count = blocks_needed(piece, &blocks);
+    if (count == 0) continue;
+    appender(piece.slot->device).reserved_blocks += count;
+    piece.slot->reserved |= blocks;
+  }
+  return {};
+}
+
+void File::apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Actions& actions) {
+  Slot* slot = piece.slot;
+  payload.copy_to(slot->data + piece.begin, piece.from, piece.end - piece.begin);
+  slot->ranges.add(piece.begin, piece.end);
+  if (piece.fresh) attach(slot, piece.chunk);
+  publish(slot, arena::SlotState::Filling);
+  if (slot->ranges.covers(0, static_cast<uint32_t>(placement_.chunk_bytes))) {
+    if (lease != nullptr && lease->slot == slot) {
+      slot->lease = -1;
+      lease->slot = nullptr;
+    }
+    seal(slot, actions);
+  }
+}
+
+// The file outgrows its inline content: that becomes bytes of chunk 0 like any others.
+Outcome File::leave_inline(int thread, Actions& actions) {
+  std::vector<ChunkPiece> pieces(1);
+  ChunkPiece& piece = pieces[0];
+  piece.slot = open_slot(0);
+  if (piece.slot == nullptr && inline_.empty()) {
+    inline_mode_ = false;
+    return {};
+  }
+  piece.end = static_cast<uint32_t>(std::max<size_t>(
+      inline_.size(), piece.slot != nullptr ? piece.slot->ranges.last_end() : 0));
+  if (piece.slot != nullptr && piece.slot->lease != -1 && piece.slot->lease != thread &&
+      piece.slot->lease_begin < piece.end) {
+    piece.slot = steal(piece.slot);
+    if (piece.slot == nullptr) return Outcome::wait();
+  }
+  if (piece.slot == nullptr) {
+    piece.slot = plane_.arena().take();
+    piece.fresh = true;
+    if (piece.slot == nullptr) return Outcome::wait();
+    piece.slot->device = device_for(0);
+  }
+  const Outcome outcome = reserve(pieces, actions);
+  if (outcome.progress == Progress::Wait || outcome.error != 0) {
+    if (piece.fresh) plane_.arena().give(piece.slot);
+    return outcome;
+  }
+  RangeSet missing = piece.slot->ranges;
+  for (uint32_t at = 0; at < inline_.size();) {
+    const auto limit = static_cast<uint32_t>(inline_.size());
+    const uint32_t end = missing.free_until(at, limit);
+    if (end > at) {
+      std::memcpy(piece.slot->data + at, inline_.data() + at, end - at);
+      missing.add(at, end);
+    }
+    at = std::max(end, at + 1);
+  }
+  if (!inline_.empty()) piece.slot->ranges.add(0, static_cast<uint32_t>(inline_.size()));
+  if (piece.fresh) attach(piece.slot, 0);
+  publish(piece.slot, arena::SlotState::Filling);
+  inline_.clear();
+  inline_mode_ = false;
+  ++sequence_;  // an inline snapshot taken before is no longer all there is to commit
+  return {};
+}
+
+Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                           Lease* lease, bool extend, Actions& actions) {
+  if (dropped_) return Outcome::failed(EIO);
+  if (offset > kFileBytesMax || length > kFileBytesMax - offset) return Outcome::failed(EFBIG);
+  if (length == 0) return {};
+  const int thread = lease != nullptr ? lease->thread : -1;
+  if (inline_mode_ && offset + length > kInlineBytesMax) {
+    const Outcome outcome = leave_inline(thread, actions);
+    if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
+  }
+  std::vector<ChunkPiece> pieces = pieces_of(offset, length);
+  if (!take_slots(pieces, payload, spare, thread, actions)) {
+    give_slots(pieces, spare);
+    return Outcome::wait();
+  }
+  if (!inline_mode_) {
+    const Outcome outcome = reserve(pieces, actions);
+    if (outcome.progress == Progress::Wait || outcome.error != 0) {
+      give_slots(pieces, spare);
+      return outcome;
+    }
+  }
+  if (extend) size_ = std::max(size_, offset + length);
+  touch_times();
+  for (ChunkPiece& piece : pieces) apply(piece, payload, lease, actions);
+  return {};
+}
+
+Outcome File::write(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                    Lease* lease) {
+  Actions actions;
+  Outcome outcome;
+  {
+    const MutexLock lock(mutex_);
+    outcome = write_locked(offset, length, payload, spare, lease, true, actions);
+  }
+  actions.run();
+  return outcome;
+}
+
+bool File::seal_for_pressure(Slot* slot, uint64_t chunk) {
+  Actions actions;
+  bool sealed = false;
+  {
+    const MutexLock lock(mutex_);
+    if (open_slot(chunk) == slot && slot->lease == -1) {
+      Outcome outcome;
+      if (inline_mode_) outcome = leave_inline(-1, actions);
+      if (outcome.progress == Progress::Done && outcome.error == 0) {
+        seal(slot, actions);
+        sealed = true;
+      }
+    }
+  }
+  actions.run();
+  return sealed;
+}
+
+}  // namespace fpfs

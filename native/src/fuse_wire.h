@@ -1,0 +1,35 @@
+// The kernel's FUSE wire format: the system header, plus what newer kernels added to it.
+//
+// Only constants that Debian 12's header lacks are defined here; their values are kernel ABI.
+#pragma once
+
+#include <linux/fuse.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fpfs::wire {
+
+inline constexpr uint32_t kMaxWriteBytes = 1024 * 1024;
+inline constexpr uint32_t kPageBytes = 4096;
+// One more page than max_write: an unaligned user buffer touches that many.
+inline constexpr uint16_t kMaxPages = kMaxWriteBytes / kPageBytes + 1;
+
+// A WRITE request's bytes before its payload.
+inline constexpr size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);
+static_assert(kWriteHeaderBytes == 80);
+
+inline constexpr uint32_t kOpenParallelDirectWrites = 1u << 6;  // FOPEN_PARALLEL_DIRECT_WRITES
+inline constexpr uint32_t kOpenNoFlush = 1u << 5;               // FOPEN_NOFLUSH
+inline constexpr uint32_t kInitExt = 1u << 30;                  // FUSE_INIT_EXT
+inline constexpr uint32_t kInit2DirectIoAllowMmap = 1u << 4;    // FUSE_DIRECT_IO_ALLOW_MMAP >> 32
+inline constexpr uint32_t kWriteKillSuidgid = 1u << 2;          // FUSE_WRITE_KILL_SUIDGID
+
+inline constexpr uint32_t kMaxReadaheadBytes = 16 * 1024 * 1024;
+inline constexpr uint16_t kMaxBackground = 64;
+inline constexpr uint16_t kCongestionThreshold = 48;
+
+// Replies to directory reads are kept below the smallest socket buffer an ordinary user can have.
+inline constexpr uint32_t kRelayReplyBytesMax = 64 * 1024;
+
+}  // namespace fpfs::wire
