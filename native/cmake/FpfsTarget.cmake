@@ -1,12 +1,12 @@
 # fpfs_target(NAME): language level, warnings as errors and the chosen sanitizer for one target.
 
-if(FPFS_SANITIZE STREQUAL "address")
+if("${FPFS_SANITIZE}" STREQUAL "address")
   set(FPFS_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize-recover=undefined)
-elseif(FPFS_SANITIZE STREQUAL "undefined")
+elseif("${FPFS_SANITIZE}" STREQUAL "undefined")
   set(FPFS_SANITIZE_FLAGS -fsanitize=undefined -fno-sanitize-recover=undefined)
-elseif(FPFS_SANITIZE STREQUAL "thread")
+elseif("${FPFS_SANITIZE}" STREQUAL "thread")
   set(FPFS_SANITIZE_FLAGS -fsanitize=thread)
-elseif(NOT FPFS_SANITIZE STREQUAL "")
+elseif(NOT "${FPFS_SANITIZE}" STREQUAL "")
   message(FATAL_ERROR "FPFS_SANITIZE is \"${FPFS_SANITIZE}\": use address, undefined or thread")
 endif()
 
@@ -14,7 +14,7 @@ set(FPFS_WARNINGS -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror)
 if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   list(APPEND FPFS_WARNINGS -Wthread-safety)
 endif()
-if(FPFS_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+if("${FPFS_SANITIZE}" STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC warns that ThreadSanitizer does not model atomic_thread_fence; none is used here.
   list(APPEND FPFS_WARNINGS -Wno-tsan)
 endif()

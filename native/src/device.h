@@ -5,6 +5,7 @@
 //   device's own threads, without locks held; it may submit further requests but must not block.
 // Errno: results are 0 or a negative errno; short transfers are continued inside, and a read past
 //   an object's end is filled with zeros.
+// Order: none among requests in flight, not even on one object; wait for complete() where it matters.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +25,26 @@ enum class IoBackend { Auto, IoUring, Threads };
 // How records of the native plane reach the log. Called from any thread.
 using LogSink = std::function<void(int level, const std::string& message)>;
 
-class Object;  // an open file on the device; closed when the last reference goes
+// A name for an object. It holds nothing open: the device keeps a bounded number of descriptors, and
+// one that a request uses stays open until the request completes.
+class Object {
+ public:
+  explicit Object(uint64_t id) : id_(id) {}
+  uint64_t id() const { return id_; }
+
+ private:
+  uint64_t id_;
+};
 using ObjectRef = std::shared_ptr<Object>;
+
+struct OpenFile;  // the device's descriptor of an object
 
 enum class IoOp : uint8_t {
   Read,      // buffer, offset, length: multiples of kIoAlignment
   Write,     // likewise
-  Flush,     // fdatasync of the object (its size too)
+  Flush,     // fdatasync of the object (its size too): covers requests completed before
   Allocate,  // fallocate [offset, offset + length), extending the object's size
-  Punch,     // fallocate PUNCH_HOLE | KEEP_SIZE
+  Punch,     // gives [offset, offset + length) back where the filesystem can; the size stays
   Truncate,  // to `length` bytes
 };
 
@@ -45,14 +57,18 @@ struct IoRequest {
   uint64_t offset = 0;
   uint64_t length = 0;
   char* buffer = nullptr;
-  IoRequest* next = nullptr;  // the device's queue link while submitted
+
+  // The device's own while submitted.
+  IoRequest* next = nullptr;
+  OpenFile* file = nullptr;
+  uint64_t done = 0;  // bytes transferred so far
 };
 
 struct DeviceStatistics {
   uint64_t bytes_written = 0;
   uint64_t bytes_read = 0;
-  uint64_t requests_in_flight = 0;
-  uint64_t requests_queued = 0;
+  uint64_t requests_in_flight = 0;  // transfers and flushes that the kernel (or a thread) works on
+  uint64_t requests_queued = 0;     // everything else that was submitted and is not complete
   uint64_t requests_in_flight_max = 0;  // the most that were in flight at once
   uint64_t errors = 0;
   bool io_uring = false;
@@ -73,6 +89,7 @@ struct DeviceConfig {
   uint64_t object_id_first = 1;
   uint64_t reserve_bytes = 0;  // kept free for the catalog: Allocate answers ENOSPC below this
   uint32_t pool_objects = 8;   // objects kept ready, their directory entries durable
+  uint32_t open_files_max = 1024;  // descriptors kept open; those in use may exceed it
   LogSink log;
 };
 
@@ -87,7 +104,7 @@ class Device {
   virtual void submit(IoRequest* request) = 0;
 
   // Hands out a fresh, empty object whose directory entry is durable. `done` runs on a device
-  // thread (or before returning, when the pool holds one).
+  // thread (or before returning, when the pool holds one); its error is 0 or a negative errno.
   virtual void create_object(std::function<void(int error, ObjectRef, uint64_t id)> done) = 0;
   // Opens lazily: the file is opened by the first request on it (whose complete() gets the errno).
   virtual ObjectRef object(uint64_t id) = 0;

@@ -1,0 +1,278 @@
+// Device: puts together the objects directory, the open files, the pool, a backend and the workers.
+//
+// Concurrency: `metadata_` opens files and changes their allocation, which a writer waits for;
+//   `pool_worker_` makes objects; `reaper_` removes and closes, which may take long on large files.
+//   No thread of the backend ever blocks on the filesystem.
+#include "device.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cassert>
+#include <utility>
+
+#include "device_backend.h"
+#include "device_directory.h"
+#include "device_open_files.h"
+#include "device_pool.h"
+#include "device_transfer.h"
+#include "worker.h"
+
+namespace fpfs {
+namespace {
+
+constexpr int kLogInfo = 20;
+constexpr int kLogWarning = 30;
+
+// A share of the process's descriptors, so that several devices and the rest of it fit.
+uint32_t open_files_limit(uint32_t wanted) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return wanted;
+  const uint64_t share = std::max<uint64_t>(limit.rlim_cur / 16, 8);
+  return static_cast<uint32_t>(std::min<uint64_t>(wanted, share));
+}
+
+class NativeDevice final : public Device, private BackendOwner {
+ public:
+  explicit NativeDevice(const DeviceConfig& config);
+  ~NativeDevice() override { close(); }
+
+  Status start(const std::vector<MemoryRegion>& regions);
+
+  uint16_t number() const override { return config_.number; }
+  void submit(IoRequest* request) override;
+  void create_object(std::function<void(int, ObjectRef, uint64_t)> done) override;
+  ObjectRef object(uint64_t id) override { return std::make_shared<Object>(id); }
+  void remove_object(uint64_t id, std::function<void(int)> done) override;
+  DeviceStatistics statistics() const override;
+  void close() override EXCLUDES(drained_mutex_);
+
+ private:
+  void finished(IoRequest* request, int result) override;
+  void blocked(IoRequest* request) override;
+  void close_file(std::unique_ptr<OpenFile> file) override;
+
+  Status start_backend(const std::vector<MemoryRegion>& regions);
+  void begin() { pending_.fetch_add(1, std::memory_order_relaxed); }
+  void end() EXCLUDES(drained_mutex_);
+  void wait_drained() EXCLUDES(drained_mutex_);
+  void run_on_worker(IoRequest* request);
+  int change(IoRequest* request);
+  int allocate(IoRequest* request);
+  void log_once(std::atomic<bool>* said, const std::string& message);
+  void log(int level, const std::string& message);
+  std::string name() const { return "dev" + std::to_string(config_.number); }
+
+  const DeviceConfig config_;
+  ObjectDirectory directory_;
+  OpenFiles files_;
+  std::unique_ptr<Backend> backend_;
+  bool io_uring_ = false;
+
+  std::atomic<uint64_t> pending_{0};  // whatever has not called back yet
+  std::atomic<uint64_t> bytes_written_{0};
+  std::atomic<uint64_t> bytes_read_{0};
+  std::atomic<uint64_t> errors_{0};
+  std::atomic<bool> said_no_allocate_{false};
+  std::atomic<bool> said_no_punch_{false};
+
+  Mutex drained_mutex_;
+  CondVar drained_;
+  bool closed_ = false;
+
+  Worker metadata_;
+  Worker pool_worker_;
+  Worker reaper_;
+  ObjectPool pool_;
+};
+
+NativeDevice::NativeDevice(const DeviceConfig& config)
+    : config_(config),
+      files_(directory_, open_files_limit(config.open_files_max),
+             [this](std::unique_ptr<OpenFile> file) { backend_->retire(std::move(file)); }),
+      metadata_(name() + "-meta"),
+      pool_worker_(name() + "-pool"),
+      reaper_(name() + "-reap"),
+      pool_(directory_, files_, pool_worker_, config.object_id_first, config.pool_objects) {}
+
+Status NativeDevice::start(const std::vector<MemoryRegion>& regions) {
+  if (Status status = directory_.open(config_.path); !status.ok()) return status;
+  if (!directory_.direct()) {
+    log(kLogWarning, config_.path + ": no direct I/O on this filesystem; writes go through the " +
+                         "page cache, which costs memory and speed");
+  }
+  if (Status status = start_backend(regions); !status.ok()) return status;
+  pool_.start();
+  return {};
+}
+
+Status NativeDevice::start_backend(const std::vector<MemoryRegion>& regions) {
+  const BackendConfig config{.name = name(),
+                             .depth = std::max(config_.depth, 1U),
+                             .files_max = open_files_limit(config_.open_files_max),
+                             .regions = regions,
+                             .log = [this](int level, const std::string& m) { log(level, m); }};
+  if (config_.backend != IoBackend::Threads) {
+    Result<std::unique_ptr<Backend>> ring = open_ring_backend(config, *this);
+    if (ring.ok()) {
+      backend_ = ring.take();
+      io_uring_ = true;
+      return {};
+    }
+    if (config_.backend == IoBackend::IoUring) return ring.status();
+    log(kLogWarning, name() + ": no io_uring (" + ring.status().message() + "); using " +
+                         std::to_string(config.depth) + " threads");
+  }
+  backend_ = open_thread_backend(config, *this);
+  return {};
+}
+
+void NativeDevice::submit(IoRequest* request) {
+  const bool transfer = request->op == IoOp::Read || request->op == IoOp::Write;
+  assert(!transfer || (request->length > 0 && request->length % kIoAlignment == 0 &&
+                       request->offset % kIoAlignment == 0 &&
+                       reinterpret_cast<uintptr_t>(request->buffer) % kIoAlignment == 0));
+  begin();
+  if ((transfer || request->op == IoOp::Flush) && files_.try_acquire(request)) {
+    backend_->submit(request);
+  } else {
+    metadata_.post([this, request] { run_on_worker(request); });
+  }
+}
+
+void NativeDevice::run_on_worker(IoRequest* request) {
+  const int opened = files_.acquire(request);
+  if (opened < 0) {
+    finished(request, opened);
+  } else if (request->op == IoOp::Read || request->op == IoOp::Write ||
+             request->op == IoOp::Flush) {
+    backend_->submit(request);
+  } else {
+    finished(request, change(request));
+  }
+}
+
+int NativeDevice::change(IoRequest* request) {
+  if (request->op == IoOp::Allocate) return allocate(request);
+  const int result = transfer_blocking(request);
+  if (request->op == IoOp::Punch && result == -EOPNOTSUPP) {
+    log_once(&said_no_punch_, "no hole punching on this filesystem; the space of rewritten ranges " +
+                                  std::string("comes back only with the whole object"));
+    return 0;
+  }
+  return result;
+}
+
+int NativeDevice::allocate(IoRequest* request) {
+  const int64_t bytes_free = directory_.bytes_free();
+  if (bytes_free < 0) return static_cast<int>(bytes_free);
+  if (static_cast<uint64_t>(bytes_free) < request->length + config_.reserve_bytes) return -ENOSPC;
+  const int result = transfer_blocking(request);
+  if (result != -EOPNOTSUPP) return result;
+  log_once(&said_no_allocate_, "no fallocate on this filesystem; a full device is noticed late");
+  return 0;
+}
+
+void NativeDevice::finished(IoRequest* request, int result) {
+  if (result != 0) {
+    errors_.fetch_add(1, std::memory_order_relaxed);
+  } else if (request->op == IoOp::Write) {
+    bytes_written_.fetch_add(request->length, std::memory_order_relaxed);
+  } else if (request->op == IoOp::Read) {
+    bytes_read_.fetch_add(request->length, std::memory_order_relaxed);
+  }
+  if (request->file != nullptr) files_.release(request, result);
+  request->complete(result);  // from here on it is the submitter's again
+  end();
+}
+
+void NativeDevice::blocked(IoRequest* request) {
+  metadata_.post([this, request] { finished(request, transfer_blocking(request)); });
+}
+
+void NativeDevice::close_file(std::unique_ptr<OpenFile> file) {
+  // The last close of an unlinked object frees its blocks, which may take a while.
+  reaper_.post([closing = std::shared_ptr<OpenFile>(std::move(file))] { closing->fd.reset(); });
+}
+
+void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> done) {
+  begin();
+  pool_.take([this, done = std::move(done)](int error, ObjectRef object, uint64_t id) {
+    if (error != 0) errors_.fetch_add(1, std::memory_order_relaxed);
+    done(error, std::move(object), id);
+    end();
+  });
+}
+
+void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
+  begin();
+  reaper_.post([this, id, done = std::move(done)] {
+    files_.forget(id);
+    const int result = directory_.remove_object(id);
+    if (result != 0) errors_.fetch_add(1, std::memory_order_relaxed);
+    done(result);
+    end();
+  });
+}
+
+DeviceStatistics NativeDevice::statistics() const {
+  DeviceStatistics result;
+  result.bytes_written = bytes_written_.load(std::memory_order_relaxed);
+  result.bytes_read = bytes_read_.load(std::memory_order_relaxed);
+  const uint64_t pending = pending_.load(std::memory_order_relaxed);
+  result.requests_in_flight = std::min(backend_->in_flight().now(), pending);
+  result.requests_queued = pending - result.requests_in_flight;
+  result.requests_in_flight_max = backend_->in_flight().max();
+  result.errors = errors_.load(std::memory_order_relaxed);
+  result.io_uring = io_uring_;
+  result.direct = directory_.direct();
+  result.buffers_registered = backend_->buffers_registered();
+  return result;
+}
+
+void NativeDevice::end() {
+  if (pending_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  MutexLock lock(drained_mutex_);
+  drained_.notify_all();
+}
+
+void NativeDevice::wait_drained() {
+  MutexLock lock(drained_mutex_);
+  while (pending_.load(std::memory_order_acquire) != 0) drained_.wait(drained_mutex_);
+}
+
+void NativeDevice::close() {
+  if (std::exchange(closed_, true)) return;
+  wait_drained();
+  if (backend_ == nullptr) return;
+  pool_worker_.post([this] {
+    if (const int error = pool_.clear(); error != 0) {
+      log(kLogWarning, name() + ": unused objects could not be removed: " + std::strerror(-error));
+    }
+  });
+  pool_worker_.stop();
+  metadata_.stop();
+  files_.clear();
+  backend_->stop();
+  reaper_.stop();
+}
+
+void NativeDevice::log_once(std::atomic<bool>* said, const std::string& message) {
+  if (!said->exchange(true)) log(kLogInfo, config_.path + ": " + message);
+}
+
+void NativeDevice::log(int level, const std::string& message) {
+  if (config_.log) config_.log(level, message);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Device>> Device::open(const DeviceConfig& config,
+                                             const std::vector<MemoryRegion>& regions) {
+  auto device = std::make_unique<NativeDevice>(config);
+  if (Status status = device->start(regions); !status.ok()) return status;
+  return std::unique_ptr<Device>(std::move(device));
+}
+
+}  // namespace fpfs

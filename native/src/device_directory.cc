@@ -1,0 +1,130 @@
+#include "device_directory.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "device.h"
+
+namespace fpfs {
+namespace {
+
+constexpr const char* kProbeName = ".direct-probe";
+
+std::string folder_name(uint64_t id) {
+  std::array<char, 8> name;
+  std::snprintf(name.data(), name.size(), "%02x", static_cast<unsigned>(id & 0xff));
+  return name.data();
+}
+
+std::string object_name(uint64_t id) {
+  std::array<char, 24> name;
+  std::snprintf(name.data(), name.size(), "%016llx", static_cast<unsigned long long>(id));
+  return name.data();
+}
+
+int open_at(int directory, const char* name, int flags, mode_t mode = 0) {
+  while (true) {
+    const int fd = ::openat(directory, name, flags | O_CLOEXEC | O_NOFOLLOW, mode);
+    if (fd >= 0) return fd;
+    if (errno != EINTR) return -errno;
+  }
+}
+
+int sync_directory(int fd) {
+  while (::fsync(fd) != 0) {
+    if (errno != EINTR) return -errno;
+  }
+  return 0;
+}
+
+}  // namespace
+
+Status ObjectDirectory::open(const std::string& path) {
+  root_.reset(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!root_) return Status::from_errno(path);
+  return probe_direct();
+}
+
+Status ObjectDirectory::probe_direct() {
+  direct_ = false;
+  const int created = open_at(root_.get(), kProbeName, O_RDWR | O_CREAT | O_TRUNC, 0600);
+  if (created < 0) return Status(-created, "cannot create files in the objects directory");
+  const FileDescriptor plain(created);
+  const FileDescriptor direct(open_at(root_.get(), kProbeName, O_RDWR | O_DIRECT));
+  if (direct) {
+    const std::unique_ptr<void, decltype(&std::free)> block(
+        std::aligned_alloc(kIoAlignment, kIoAlignment), &std::free);
+    std::memset(block.get(), 0, kIoAlignment);
+    direct_ = ::pwrite(direct.get(), block.get(), kIoAlignment, 0) == ssize_t{kIoAlignment};
+  }
+  if (::unlinkat(root_.get(), kProbeName, 0) != 0) return Status::from_errno(kProbeName);
+  return {};
+}
+
+FileDescriptor ObjectDirectory::open_folder(uint64_t id) const {
+  const int fd = open_at(root_.get(), folder_name(id).c_str(), O_RDONLY | O_DIRECTORY);
+  if (fd < 0) errno = -fd;
+  return FileDescriptor(std::max(fd, -1));
+}
+
+int ObjectDirectory::make_folder(uint64_t id) {
+  if (::mkdirat(root_.get(), folder_name(id).c_str(), 0700) != 0 && errno != EEXIST) return -errno;
+  return sync_directory(root_.get());
+}
+
+int ObjectDirectory::open_object(uint64_t id) const {
+  const FileDescriptor folder = open_folder(id);
+  if (!folder) return -errno;
+  // O_NONBLOCK only for the moment of opening: a pipe put in an object's place must not hold the
+  // thread, but with the flag left on io_uring would answer EAGAIN instead of waiting.
+  const int flags = O_RDWR | (direct_ ? O_DIRECT : 0);
+  FileDescriptor file(open_at(folder.get(), object_name(id).c_str(), flags | O_NONBLOCK));
+  if (!file) return file.release();  // the negative errno
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) return -errno;
+  if (!S_ISREG(status.st_mode)) return -EIO;
+  return ::fcntl(file.get(), F_SETFL, flags) == 0 ? file.release() : -errno;
+}
+
+int ObjectDirectory::create_object(uint64_t id) {
+  FileDescriptor folder = open_folder(id);
+  if (!folder && errno == ENOENT) {
+    const int made = make_folder(id);
+    if (made < 0) return made;
+    folder = open_folder(id);
+  }
+  if (!folder) return -errno;
+  const int flags = O_RDWR | O_CREAT | O_EXCL | (direct_ ? O_DIRECT : 0);
+  return open_at(folder.get(), object_name(id).c_str(), flags, 0600);
+}
+
+int ObjectDirectory::remove_object(uint64_t id) const {
+  const FileDescriptor folder = open_folder(id);
+  if (!folder) return -errno;
+  return ::unlinkat(folder.get(), object_name(id).c_str(), 0) == 0 ? 0 : -errno;
+}
+
+int ObjectDirectory::sync_folder(uint64_t id) const {
+  const FileDescriptor folder = open_folder(id);
+  return folder ? sync_directory(folder.get()) : -errno;
+}
+
+int64_t ObjectDirectory::bytes_free() const {
+  struct statvfs status {};
+  while (::fstatvfs(root_.get(), &status) != 0) {
+    if (errno != EINTR) return -errno;
+  }
+  const uint64_t bytes = uint64_t{status.f_bavail} * status.f_frsize;
+  return static_cast<int64_t>(std::min<uint64_t>(bytes, std::numeric_limits<int64_t>::max()));
+}
+
+}  // namespace fpfs

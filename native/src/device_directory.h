@@ -1,0 +1,44 @@
+// The objects directory of a device: paths of objects, and the blocking calls on them.
+//
+// An object with id 0x12ab lies at `ab/00000000000012ab`. Names are resolved from a descriptor of the
+// directory and never through symbolic links, so a hostile directory leads nowhere else.
+//
+// Threads: all methods may run at the same time, and may block. Results are 0, or a descriptor, or a
+// negative errno.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "file_descriptor.h"
+#include "status.h"
+
+namespace fpfs {
+
+class ObjectDirectory {
+ public:
+  // Opens the directory and finds out, with one aligned write, whether O_DIRECT works there.
+  Status open(const std::string& path);
+
+  bool direct() const { return direct_; }
+
+  int open_object(uint64_t id) const;
+  // Makes an empty object. Its name is durable only after sync_folder().
+  int create_object(uint64_t id);
+  int remove_object(uint64_t id) const;
+  int sync_folder(uint64_t id) const;
+  // Bytes that an unprivileged writer may still use, or a negative errno.
+  int64_t bytes_free() const;
+
+ private:
+  Status probe_direct();
+  int make_folder(uint64_t id);
+  FileDescriptor open_folder(uint64_t id) const;
+
+  FileDescriptor root_;
+  bool direct_ = false;
+};
+
+}  // namespace fpfs
