@@ -86,14 +86,10 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 _KERNEL = frozenset(
-    ("ro", "rw", "suid", "nosuid", "dev", "nodev", "exec", "noexec", "atime", "noatime")
-    + ("sync", "async", "dirsync", "relatime")
+    "ro rw suid nosuid dev nodev exec noexec atime noatime sync async dirsync relatime".split(" ")
 )
 # Words of an fstab line that are meant for mount(8) and systemd; mount(8) passes some of them on.
-_IGNORED = frozenset(
-    ("defaults", "auto", "noauto", "user", "nouser", "users", "owner", "group", "nofail")
-    + ("_netdev",)
-)
+_IGNORED = frozenset("defaults auto noauto user nouser users owner group nofail _netdev".split(" "))
 _VALUED = ("ack", "backend", "staging", "chunk", "depth", "device", "log", "fsname")
 _FLAGS = ("allow_other", "noallow_other", "adopt")
 

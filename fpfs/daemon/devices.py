@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused
-from fpfs.daemon.mounting import is_below
 from fpfs.daemon.stamp import (
     FORMAT_VERSION,
     LOCK_NAME,

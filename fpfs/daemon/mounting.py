@@ -1,8 +1,7 @@
-"""Mounting and unmounting through fusermount3, and what the kernel says about mounts.
+"""Mounting and unmounting through fusermount3, and the knobs of a mount's connection.
 
 fusermount3 serves root and users alike: it mounts, and sends the /dev/fuse descriptor over the
-socket named by ``_FUSE_COMMFD`` (libfuse's protocol). Nothing here touches a path below a mount,
-since that could wait for a server that hangs.
+socket named by ``_FUSE_COMMFD`` (libfuse's protocol).
 
 Concurrency: plain blocking functions; the server calls them in threads once trio runs.
 """
@@ -10,91 +9,19 @@ Concurrency: plain blocking functions; the server calls them in threads once tri
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from fpfs.core.mounts import is_below, mount_at, mount_table
 from fpfs.core.refusal import Refused
 
-FILESYSTEM_TYPE = "fuse.fpfs"
 FUSERMOUNT = "fusermount3"
 READ_AHEAD_KIB = 4096
 """Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
-
-
-class MountEntry(NamedTuple):
-    """One line of /proc/self/mountinfo. `device` is ``major:minor`` of the mounted filesystem."""
-
-    mount_id: int
-    device: str
-    mountpoint: str
-    filesystem_type: str
-    source: str
-
-    @property
-    def is_fpfs(self) -> bool:
-        """Whether fpfs is mounted here."""
-        return self.filesystem_type == FILESYSTEM_TYPE
-
-
-def parse_mountinfo(text: str) -> list[MountEntry]:
-    """Entries of a mountinfo text (proc_pid_mountinfo(5)), in mount order."""
-    entries = []
-    for line in text.splitlines():
-        fields, _, tail = line.partition(" - ")
-        mount_id, _parent, device, _root, mountpoint, *_ = fields.split(" ")
-        filesystem_type, source, *_ = tail.split(" ")
-        entries.append(
-            MountEntry(
-                int(mount_id), device, _unescape(mountpoint), filesystem_type, _unescape(source)
-            )
-        )
-    return entries
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def mount_table() -> list[MountEntry]:
-    """The mounts that this process sees, in mount order."""
-    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
-
-
-def resolve_mountpoint(path: str) -> str:
-    """Absolute path with the links of its *parents* resolved: the last part is not touched."""
-    absolute = os.path.abspath(path)
-    return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
-
-
-def mount_at(mountpoint: str) -> MountEntry | None:
-    """What is mounted exactly at `mountpoint` (the topmost mount), or None."""
-    resolved = resolve_mountpoint(mountpoint)
-    found = [entry for entry in mount_table() if entry.mountpoint == resolved]
-    return found[-1] if found else None
-
-
-def mount_containing(path: str) -> MountEntry:
-    """The mount that holds `path`, which is resolved first."""
-    resolved = os.path.realpath(path)
-    best = None
-    for entry in mount_table():
-        if is_below(resolved, entry.mountpoint) and (
-            best is None or len(entry.mountpoint) >= len(best.mountpoint)
-        ):
-            best = entry
-    assert best is not None, "every path is below /"
-    return best
-
-
-def is_below(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or lies below it; both absolute and resolved."""
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def check_mountpoint(mountpoint: str, *, asked: str) -> str:

@@ -87,7 +87,8 @@ def read_backing(path: str) -> Backing:
         filesystem_uuid = ""
         try:
             fcntl.ioctl(folder_fd, _FS_IOC_GETFSUUID, answer)
-            filesystem_uuid = answer[1 : 1 + answer[0]].hex()
+            # All zeros come from filesystems without an identity of their own.
+            filesystem_uuid = answer[1 : 1 + answer[0]].hex().strip("0") and answer[1:].hex()
         except OSError as error:
             if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
                 raise

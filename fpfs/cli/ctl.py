@@ -1,0 +1,121 @@
+"""The command ``fpfs-ctl``: what a mount is doing, and waiting until things are durable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+import fpfs
+from fpfs.cli.show import run_app, show_failures
+from fpfs.core.control import ControlClient, Flushed, Status, Verb, find_fpfs
+from fpfs.core.refusal import Refused
+from fpfs.core.units import format_size
+
+app = App(
+    name="fpfs-ctl",
+    help="Show and direct mounted fpfs filesystems.",
+    version=f"fpfs {fpfs.__version__}",
+)
+
+
+@app.command
+def status(mountpoint: str, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Show the figures of the mount at MOUNTPOINT.
+
+    Parameters
+    ----------
+    json
+        Print them as JSON; sizes in bytes.
+    """
+    asked = f"status of {mountpoint}"
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        found = client.ask(Verb.STATUS, Status)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found).decode(), indent=2) + "\n")
+    else:
+        _show_status(found)
+    return 0
+
+
+def _show_status(found: Status) -> None:
+    console = Console()
+    console.print(
+        f"{found.mountpoint}: fpfs {found.version}, filesystem {found.filesystem_id},"
+        f" server {found.server_pid}, answers {found.ack}, log {found.log or 'on stderr'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("device", "directory", "I/O")
+    for heading in ("used", "free", "written", "read", "in flight"):
+        table.add_column(heading, justify="right")
+    for device in found.devices:
+        table.add_row(
+            str(device.number),
+            device.path,
+            f"{device.backend}, {'direct' if device.direct else 'buffered'}",
+            format_size(device.bytes_used),
+            format_size(device.bytes_free),
+            format_size(device.bytes_written),
+            format_size(device.bytes_read),
+            str(device.requests_in_flight),
+        )
+    console.print(table)
+    staging = found.staging
+    console.print(
+        f"staging: {format_size(staging.bytes_used)} of {format_size(staging.bytes_total)}"
+        f"{'' if staging.pinned else ' (not pinned)'};"
+        f" commits: {found.commit.pending} pending, {found.commit.committed} done",
+        highlight=False,
+    )
+    for failure in found.commit.failures:
+        console.print(f"not kept: {failure.message}", highlight=False, soft_wrap=True)
+
+
+@app.command
+def wait(path: str, /, *, timeout: float | None = None) -> int:
+    """Wait until the file or directory at PATH is durable.
+
+    Parameters
+    ----------
+    timeout
+        Give up after so many seconds, with exit status 1.
+    """
+    asked = f"wait for {path}"
+    entry = find_fpfs(path, asked=asked)
+    try:
+        ino = os.stat(path).st_ino
+    except OSError as error:
+        raise Refused(
+            asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
+        ) from None
+    with ControlClient(entry, asked=asked) as client:
+        return show_failures(client.ask(Verb.WAIT, Flushed, ino=ino, timeout_s=timeout))
+
+
+@app.command
+def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
+    """Make everything on the mount at MOUNTPOINT durable, files that are open included.
+
+    Parameters
+    ----------
+    timeout
+        Give up after so many seconds, with exit status 1.
+    """
+    asked = f"flush of {mountpoint}"
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))
+
+
+def main() -> int:
+    """Entry of the command ``fpfs-ctl``."""
+    return run_app(app, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The command ``fpfs``: mount, umount, format, version."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+import fpfs
+from fpfs.cli.show import run_app, show_failures
+from fpfs.core.options import MountOptions, parse_mount_options
+from fpfs.daemon import launch
+
+app = App(
+    name="fpfs",
+    help="A filesystem that makes saving a checkpoint as fast as the devices under it.",
+    version=f"fpfs {fpfs.__version__}",
+)
+
+Devices = Annotated[
+    list[str] | None,
+    Parameter(
+        name=["--device", "-d"],
+        negative="",
+        help="Device directory; several stripe files over them. Empty ones are formatted.",
+    ),
+]
+
+
+def _flags_as_options(**values: str | None) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
+@app.command
+def mount(
+    mountpoint: str,
+    /,
+    *,
+    device: Devices = None,
+    option: Annotated[
+        list[str] | None,
+        Parameter(name=["--option", "-o"], negative="", help="Options as in fstab, a,b=c."),
+    ] = None,
+    foreground: Annotated[bool, Parameter(negative="")] = False,
+    staging: str | None = None,
+    chunk: str | None = None,
+    depth: str | None = None,
+    backend: str | None = None,
+    ack: str | None = None,
+    log: str | None = None,
+) -> int:
+    """Mount at MOUNTPOINT; returns when the mount answers.
+
+    Without a device, a directory under the user's data folder is used.
+
+    Parameters
+    ----------
+    foreground
+        Serve in this process and log to stderr, until unmounted or interrupted.
+    staging
+        Memory for acknowledged bytes on their way to the devices, such as 1G.
+    chunk
+        Bytes of a file on one device before the next device's turn, such as 1M.
+    depth
+        Requests in flight on each device.
+    backend
+        auto, io_uring or threads.
+    ack
+        early: write() answers when staged. close: close() waits until durable. durable: each
+        write() does.
+    log
+        File for the server's log.
+    """
+    flags = _flags_as_options(
+        staging=staging, chunk=chunk, depth=depth, backend=backend, ack=ack, log=log
+    )
+    options = parse_mount_options([*(option or []), *flags])
+    if foreground:
+        return _serve_here(mountpoint, device or [], options)
+    started = launch.start(mountpoint=mountpoint, devices=device or [], options=options)
+    _show_started(started)
+    return 0
+
+
+def _serve_here(mountpoint: str, devices: list[str], options: MountOptions) -> int:
+    # Imported late: only a server needs pyfuse3.
+    from fpfs.daemon import process
+
+    config = launch.prepare(
+        mountpoint=mountpoint, devices=devices, options=options, log=options.log, ready_fd=-1
+    )
+    return process.run(config)
+
+
+def _show_started(started: launch.Started) -> None:
+    console = Console(soft_wrap=True)
+    verb = "formatted and mounted" if started.readiness.formatted else "mounted"
+    devices = ", ".join(started.devices)
+    console.print(
+        f"{verb} at {started.mountpoint} over {devices} (log {started.log})", highlight=False
+    )
+    for note in started.readiness.notes:
+        console.print(f"note: {note}", highlight=False)
+
+
+@app.command(name=["umount", "unmount"])
+def umount(mountpoint: str, /) -> int:
+    """Unmount MOUNTPOINT; returns when everything on it is durable."""
+    return show_failures(launch.stop(mountpoint))
+
+
+@app.command(name="format")
+def format_devices(*, device: Devices = None) -> int:
+    """Make a new filesystem of empty device directories, without mounting it."""
+    made = launch.format_devices(device or [])
+    table = Table("device", "directory", "id", title=f"filesystem {made.filesystem_id}")
+    for entry in made.devices:
+        table.add_row(str(entry.number), entry.path, entry.device_id)
+    Console().print(table)
+    return 0
+
+
+@app.command
+def version() -> int:
+    """Print the version."""
+    sys.stdout.write(f"fpfs {fpfs.__version__}\n")
+    return 0
+
+
+def main() -> int:
+    """Entry of the command ``fpfs``."""
+    return run_app(app, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

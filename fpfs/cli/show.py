@@ -1,0 +1,39 @@
+"""How both commands run and show what came of it: one line for a refusal, and exit statuses.
+
+Exit statuses: 0 done, 1 refused or something was not kept, 2 the arguments cannot be read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from fpfs.core.control import Flushed
+from fpfs.core.refusal import Refused
+
+
+def run_app(app: App, arguments: Sequence[str]) -> int:
+    """Run a command line; returns its exit status."""
+    try:
+        status = app(
+            arguments, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        sys.stderr.write(f"{app.name[0]}: {' '.join(str(error).split())}; see --help\n")
+        return 2
+    except Refused as refused:
+        sys.stderr.write(f"{app.name[0]}: {refused}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{app.name[0]}: interrupted\n")
+        return 130
+    return int(status or 0)
+
+
+def show_failures(flushed: Flushed) -> int:
+    """Name what was not kept; returns the exit status."""
+    for failure in flushed.failures:
+        sys.stderr.write(f"not kept, its previous version stays: {failure.message}\n")
+    return 1 if flushed.failures else 0

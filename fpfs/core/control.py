@@ -1,0 +1,246 @@
+"""The control protocol: JSON lines over a Unix socket, and the client that speaks it.
+
+A connection carries requests and replies in turn, one line each. Both carry the protocol's version,
+so that a tool and a server of different versions can tell each other so. The socket is found from
+the mountpoint: its name is the mount's device number, which mountinfo shows.
+
+Concurrency: a `ControlClient` belongs to one thread; its calls block.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from fpfs.core.mounts import MountEntry, mount_containing
+from fpfs.core.refusal import Refused
+
+PROTOCOL_VERSION = 1
+LINE_BYTES_MAX = 16 * 1024 * 1024
+"""A longer line is refused: nothing that is told is as large."""
+
+
+class Verb(enum.StrEnum):
+    """What can be asked of a server."""
+
+    STATUS = "status"
+    """Reply: `Status`."""
+    WAIT = "wait"
+    """Wait until the inode `ino` is durable. Reply: `Flushed`."""
+    FLUSH = "flush"
+    """Make everything durable. Reply: `Flushed`."""
+    END = "end"
+    """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
+
+
+class Request(msgspec.Struct, kw_only=True, frozen=True):
+    """One line to the server."""
+
+    verb: Verb
+    ino: int = 0
+    version: int = PROTOCOL_VERSION
+
+
+class Reply(msgspec.Struct, kw_only=True, frozen=True):
+    """One line from the server: `error` in words, or a `result` that the verb defines."""
+
+    error: str = ""
+    result: msgspec.Raw = msgspec.Raw(b"null")
+    version: int = PROTOCOL_VERSION
+
+
+class Failure(msgspec.Struct, kw_only=True, frozen=True):
+    """A file whose last version could not be kept; its previous version stays."""
+
+    ino: int
+    errno: int
+    message: str
+
+
+class Flushed(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything that was asked for is durable, but for the `failures`."""
+
+    failures: tuple[Failure, ...] = ()
+
+
+class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One device directory. `bytes_used` is what its objects take; the rest is its filesystem's."""
+
+    number: int
+    path: str
+    bytes_used: int
+    bytes_free: int
+    bytes_total: int
+    bytes_written: int
+    bytes_read: int
+    requests_in_flight: int
+    backend: str
+    direct: bool
+
+
+class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """The staging arena: `bytes_used` hold what is acknowledged and not yet on a device."""
+
+    bytes_used: int
+    bytes_total: int
+    pinned: bool
+
+
+class CommitStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """Versions that wait to become current, and what was done since the mount."""
+
+    pending: int
+    committed: int
+    transactions: int
+    failures: tuple[Failure, ...]
+
+
+class Status(msgspec.Struct, kw_only=True, frozen=True):
+    """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
+
+    version: str
+    server_pid: int
+    filesystem_id: str
+    mountpoint: str
+    started_unix_s: float
+    ack: str
+    chunk_bytes: int
+    log: str
+    devices: tuple[DeviceStatus, ...]
+    staging: StagingStatus
+    commit: CommitStatus
+    channel: Mapping[str, int]
+
+
+def socket_path(device: str, *, folder: str) -> str:
+    """The socket of the mount ``major:minor`` in a runtime folder."""
+    return os.path.join(folder, f"{device.replace(':', '-')}.sock")
+
+
+def runtime_folders(uid: int) -> list[str]:
+    """Folders where a server of user `uid` may have put its socket, the preferred one first."""
+    if uid == 0:
+        return ["/run/fpfs"]
+    folders = [f"/run/user/{uid}/fpfs", f"/tmp/fpfs-{uid}"]
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and uid == os.getuid():
+        folders.insert(0, os.path.join(own, "fpfs"))
+    return folders
+
+
+def find_fpfs(path: str, *, asked: str) -> MountEntry:
+    """The fpfs mount that holds `path`. Raises `Refused` when another filesystem does."""
+    entry = mount_containing(path)
+    if not entry.is_fpfs:
+        raise Refused(
+            asked=asked,
+            wrong=f"{path} is not on an fpfs mount ({entry.filesystem_type} at {entry.mountpoint})",
+            remedy="findmnt -t fuse.fpfs lists the mounts",
+        )
+    return entry
+
+
+Result = TypeVar("Result")
+
+
+class ControlClient:
+    """A connection to the server of one mount."""
+
+    def __init__(self, entry: MountEntry, *, asked: str) -> None:
+        """Connect; raises `Refused` when no server of the mount's owner listens."""
+        self._asked = asked
+        self._mountpoint = entry.mountpoint
+        self._socket = self._connect(entry)
+        self._lines = self._socket.makefile("rb")
+
+    def _connect(self, entry: MountEntry) -> socket.socket:
+        for folder in runtime_folders(entry.owner_uid):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(socket_path(entry.device, folder=folder))
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+                connection.close()
+                continue
+            # Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
+            if peer_uid(connection) in (0, entry.owner_uid):
+                return connection
+            connection.close()
+        raise Refused(
+            asked=self._asked,
+            wrong=f"no server of user {entry.owner_uid} answers for {self._mountpoint}",
+            remedy=f"if it died, run fpfs umount {self._mountpoint} and mount again",
+        )
+
+    def ask(
+        self,
+        verb: Verb,
+        kind: type[Result],
+        *,
+        ino: int = 0,
+        timeout_s: float | None = None,
+    ) -> Result:
+        """Send a request and wait for its result.
+
+        Raises `Refused` with the server's words, when it ends without a reply, and on timeout.
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
+            line = self._lines.readline(LINE_BYTES_MAX)
+        except TimeoutError:
+            raise Refused(
+                asked=self._asked,
+                wrong=f"no answer within {timeout_s:g} s",
+                remedy="wait longer with --timeout, or see fpfs-ctl status",
+            ) from None
+        except ConnectionError:
+            line = b""
+        return self._result(line, kind)
+
+    def _result(self, line: bytes, kind: type[Result]) -> Result:
+        if not line.endswith(b"\n"):
+            raise Refused(
+                asked=self._asked,
+                wrong=f"the server of {self._mountpoint} ended without an answer",
+                remedy="its log says why",
+            )
+        reply = msgspec.json.decode(line, type=Reply)
+        if reply.error:
+            raise Refused(
+                asked=self._asked, wrong=reply.error, remedy="the server's log may say more"
+            )
+        return msgspec.json.decode(reply.result, type=kind)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lines.close()
+        self._socket.close()
+
+    def __enter__(self) -> ControlClient:
+        """Return the client; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _pid, uid, _gid = struct.unpack("3i", credentials)
+    return int(uid)

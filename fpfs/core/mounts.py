@@ -1,0 +1,91 @@
+"""What is mounted where, from /proc/self/mountinfo, without touching any mount.
+
+Touching a path below a mount could wait for a server that hangs; reading mountinfo cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+FILESYSTEM_TYPE = "fuse.fpfs"
+
+
+class MountEntry(NamedTuple):
+    """One line of /proc/self/mountinfo. `device` is ``major:minor`` of the mounted filesystem."""
+
+    mount_id: int
+    device: str
+    mountpoint: str
+    filesystem_type: str
+    source: str
+    owner_uid: int
+    """The user who mounted, for FUSE filesystems; else 0."""
+
+    @property
+    def is_fpfs(self) -> bool:
+        """Whether fpfs is mounted here."""
+        return self.filesystem_type == FILESYSTEM_TYPE
+
+
+def parse_mountinfo(text: str) -> list[MountEntry]:
+    """Entries of a mountinfo text (proc_pid_mountinfo(5)), in mount order."""
+    entries = []
+    for line in text.splitlines():
+        fields, _, tail = line.partition(" - ")
+        mount_id, _parent, device, _root, mountpoint, *_ = fields.split(" ")
+        filesystem_type, source, options, *_ = tail.split(" ")
+        owner = re.search(r"(?:^|,)user_id=(\d+)", options)
+        entries.append(
+            MountEntry(
+                mount_id=int(mount_id),
+                device=device,
+                mountpoint=_unescape(mountpoint),
+                filesystem_type=filesystem_type,
+                source=_unescape(source),
+                owner_uid=int(owner[1]) if owner else 0,
+            )
+        )
+    return entries
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mount_table() -> list[MountEntry]:
+    """The mounts that this process sees, in mount order."""
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
+
+
+def resolve_mountpoint(path: str) -> str:
+    """Absolute path with the links of its *parents* resolved: the last part is not touched."""
+    absolute = os.path.abspath(path)
+    return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+
+
+def mount_at(mountpoint: str) -> MountEntry | None:
+    """What is mounted exactly at `mountpoint` (the topmost mount), or None."""
+    resolved = resolve_mountpoint(mountpoint)
+    found = [entry for entry in mount_table() if entry.mountpoint == resolved]
+    return found[-1] if found else None
+
+
+def mount_containing(path: str) -> MountEntry:
+    """The mount that holds `path`, which is resolved first."""
+    resolved = os.path.realpath(path)
+    best = None
+    for entry in mount_table():
+        if is_below(resolved, entry.mountpoint) and (
+            best is None or len(entry.mountpoint) >= len(best.mountpoint)
+        ):
+            best = entry
+    assert best is not None, "every path is below /"
+    return best
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or lies below it; both absolute and resolved."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")

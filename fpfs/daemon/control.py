@@ -1,0 +1,157 @@
+"""The server's end of the control protocol: requests of ``fpfs-ctl`` and ``fpfs umount``.
+
+Invariants:
+  * Only root, the server's user and, on a mount that is open to others, others are answered.
+  * The end is announced after everything else of the server was closed, so that whoever waited for
+    it can mount the same devices at once.
+
+Concurrency: trio; one task for each connection. A request never blocks another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Protocol
+
+import msgspec
+import trio
+
+from fpfs.core.control import (
+    LINE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Flushed,
+    Reply,
+    Request,
+    Status,
+    Verb,
+    peer_uid,
+)
+
+_log = logging.getLogger(__name__)
+_REQUEST_BYTES_MAX = 64 * 1024
+assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
+
+
+class Controlled(Protocol):
+    """What the protocol drives: the server of a mount."""
+
+    async def status(self) -> Status:
+        """Figures of now."""
+
+    async def wait_durable(self, ino: int) -> Flushed:
+        """Return when an inode is durable. OSError when its bytes could not be kept."""
+
+    async def flush(self) -> Flushed:
+        """Return when everything is durable."""
+
+
+class ControlServer:
+    """Listens on the socket of one mount."""
+
+    def __init__(self, *, path: str, controlled: Controlled, open_to_others: bool) -> None:
+        """Bind the socket; a stale one of an earlier mount at `path` is replaced."""
+        self._path = path
+        self._controlled = controlled
+        self._open_to_others = open_to_others
+        self._ended = trio.Event()
+        self._final = Flushed()
+        self._waiting_for_end = 0
+        self._told_everybody = trio.Event()
+        self._socket = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Answer requests until cancelled."""
+        # The mount's device number is its own: whatever lies there belongs to no living mount.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        await self._socket.bind(self._path)
+        os.chmod(self._path, 0o666 if self._open_to_others else 0o600)
+        self._socket.listen(64)
+        try:
+            async with trio.open_nursery() as nursery:
+                task_status.started()
+                while True:
+                    connection, _ = await self._socket.accept()
+                    nursery.start_soon(self._converse, connection)
+        finally:
+            os.unlink(self._path)
+            self._socket.close()
+
+    async def announce_end(self, final: Flushed) -> None:
+        """Tell everybody who waits for the end; returns when they were told."""
+        self._final = final
+        self._ended.set()
+        if self._waiting_for_end:
+            await self._told_everybody.wait()
+
+    def _allowed(self, connection: trio.socket.SocketType) -> bool:
+        uid = peer_uid(connection)  # type: ignore[arg-type]
+        return self._open_to_others or uid in (0, os.geteuid())
+
+    async def _converse(self, connection: trio.socket.SocketType) -> None:
+        stream = trio.SocketStream(connection)
+        async with stream:
+            if not self._allowed(connection):
+                await self._send(stream, Reply(error="this mount belongs to another user"))
+                return
+            try:
+                await self._answer_lines(stream)
+            except (trio.BrokenResourceError, ConnectionError):
+                _log.debug("a control client went away before its answer")
+
+    async def _answer_lines(self, stream: trio.SocketStream) -> None:
+        pending = b""
+        async for piece in stream:
+            pending += piece
+            while b"\n" in pending:
+                line, pending = pending.split(b"\n", 1)
+                await self._answer(stream, line)
+            if len(pending) > _REQUEST_BYTES_MAX:
+                await self._send(stream, Reply(error="the request is too long"))
+                return
+
+    async def _answer(self, stream: trio.SocketStream, line: bytes) -> None:
+        try:
+            request = msgspec.json.decode(line, type=Request)
+        except msgspec.MsgspecError as error:
+            await self._send(stream, Reply(error=f"the request cannot be read ({error})"))
+            return
+        if request.version != PROTOCOL_VERSION:
+            wrong = f"the server speaks version {PROTOCOL_VERSION}, not {request.version}"
+            await self._send(stream, Reply(error=wrong))
+            return
+        if request.verb is Verb.END:
+            await self._answer_end(stream)
+            return
+        try:
+            result = await self._result(request)
+        except OSError as error:
+            await self._send(stream, Reply(error=error.strerror or str(error)))
+            return
+        await self._send(stream, Reply(result=msgspec.Raw(msgspec.json.encode(result))))
+
+    async def _result(self, request: Request) -> Status | Flushed:
+        match request.verb:
+            case Verb.STATUS:
+                return await self._controlled.status()
+            case Verb.WAIT:
+                return await self._controlled.wait_durable(request.ino)
+            case _:
+                return await self._controlled.flush()
+
+    async def _answer_end(self, stream: trio.SocketStream) -> None:
+        if not self._waiting_for_end:
+            self._told_everybody = trio.Event()
+        self._waiting_for_end += 1
+        try:
+            await self._ended.wait()
+            await self._send(stream, Reply(result=msgspec.Raw(msgspec.json.encode(self._final))))
+        finally:
+            self._waiting_for_end -= 1
+            if not self._waiting_for_end:
+                self._told_everybody.set()
+
+    async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
+        await stream.send_all(msgspec.json.encode(reply) + b"\n")

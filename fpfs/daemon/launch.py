@@ -1,0 +1,228 @@
+"""Starting a server and ending one: what ``fpfs mount`` and ``fpfs umount`` do.
+
+A server is a process of its own. It gets its configuration on stdin and says over a pipe, in one
+JSON line, that the mount answers or why it cannot; then its starter returns.
+
+Concurrency: plain blocking functions of a command, which has one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import msgspec
+
+from fpfs.core.control import ControlClient, Flushed, Verb
+from fpfs.core.mounts import is_below, mount_at
+from fpfs.core.options import MountOptions
+from fpfs.core.refusal import Refused
+from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.mounting import abort_connection, check_mountpoint, check_outside, unmount
+from fpfs.daemon.places import ARENA_FOLDER, default_device, default_log, make_runtime_folder
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a server is told, on its stdin. All paths are absolute.
+
+    `ready_fd` is where it says that it is ready. `log` is empty where it logs to stderr.
+    """
+
+    mountpoint: str
+    devices: tuple[str, ...]
+    options: MountOptions
+    log: str
+    runtime_folder: str
+    ready_fd: int
+    asked: str
+
+
+class RefusalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Refused` on its way between processes."""
+
+    asked: str
+    wrong: str
+    remedy: str
+
+    def exception(self) -> Refused:
+        """The exception it was made of."""
+        return Refused(asked=self.asked, wrong=self.wrong, remedy=self.remedy)
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """The line a starting server writes: the mount answers, or why there is none."""
+
+    server_pid: int
+    refusal: RefusalRecord | None = None
+    formatted: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """What a mount came to."""
+
+    mountpoint: str
+    devices: tuple[str, ...]
+    log: str
+    readiness: Readiness
+
+
+def prepare(
+    *,
+    mountpoint: str,
+    devices: Sequence[str],
+    options: MountOptions,
+    log: str,
+    ready_fd: int,
+) -> ServerConfig:
+    """Check what was asked and complete it with defaults. Raises `Refused`."""
+    asked = f"mount at {mountpoint}"
+    resolved = check_mountpoint(mountpoint, asked=asked)
+    chosen = _chosen_devices([*devices, *options.devices])
+    log_path = os.path.realpath(log) if log else ""
+    runtime_folder = make_runtime_folder(asked=asked)
+    covered = [("device directory", path) for path in chosen]
+    covered += [("log", log_path)] if log_path else []
+    covered += [("staging arena", ARENA_FOLDER), ("control socket", runtime_folder)]
+    check_outside(resolved, covered, asked=asked)
+    for path in chosen:
+        if is_below(resolved, path):
+            raise Refused(
+                asked=asked,
+                wrong=f"the mountpoint lies in the device directory {path}",
+                remedy="mount outside of it",
+            )
+    return ServerConfig(
+        mountpoint=resolved,
+        devices=tuple(chosen),
+        options=options,
+        log=log_path,
+        runtime_folder=runtime_folder,
+        ready_fd=ready_fd,
+        asked=asked,
+    )
+
+
+def _chosen_devices(paths: Sequence[str]) -> list[str]:
+    if paths:
+        return [os.path.realpath(path) for path in paths]
+    default = os.path.realpath(default_device())
+    os.makedirs(default, mode=0o700, exist_ok=True)
+    return [default]
+
+
+def format_devices(paths: Sequence[str]) -> DeviceSet:
+    """Make a filesystem of empty directories; returns it, unlocked. Raises `Refused`."""
+    chosen = _chosen_devices(paths)
+    asked = f"format {', '.join(chosen)}"
+    with open_devices(chosen, mountpoint="", asked=asked) as made:
+        if not made.formatted:
+            raise Refused(
+                asked=asked,
+                wrong=f"this is filesystem {made.filesystem_id} already",
+                remedy="mount it, or empty the directories first if nothing in it is needed",
+            )
+    return made
+
+
+def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> Started:
+    """Start a server in the background; returns when the mount answers. Raises `Refused`."""
+    log = options.log or default_log(os.path.realpath(mountpoint))
+    ready, ready_writer = os.pipe2(os.O_CLOEXEC)
+    try:
+        config = prepare(
+            mountpoint=mountpoint, devices=devices, options=options, log=log, ready_fd=ready_writer
+        )
+        with _open_log(config) as log_file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fpfs.daemon.process"],
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[ready_writer],
+                start_new_session=True,
+                cwd="/",
+            )
+        _configure(config, process)
+    except BaseException:
+        os.close(ready)
+        raise
+    finally:
+        os.close(ready_writer)
+    with open(ready, "rb") as reader:
+        line = reader.readline()
+    return _started(config, line, process)
+
+
+def _open_log(config: ServerConfig) -> BinaryIO:
+    try:
+        os.makedirs(os.path.dirname(config.log), mode=0o755, exist_ok=True)
+        return open(config.log, "ab")
+    except OSError as error:
+        raise Refused(
+            asked=config.asked,
+            wrong=f"the log {config.log} cannot be written ({error.strerror})",
+            remedy="name another with --log",
+        ) from error
+
+
+def _configure(config: ServerConfig, process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    # A server that died at once says why in its log; that it no longer reads is no news.
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(msgspec.json.encode(config))
+
+
+def _started(config: ServerConfig, line: bytes, process: subprocess.Popen[bytes]) -> Started:
+    if not line:
+        raise Refused(
+            asked=config.asked,
+            wrong=f"the server ended before it was ready (exit status {process.wait()})",
+            remedy=f"see the end of its log {config.log}",
+        )
+    readiness = msgspec.json.decode(line, type=Readiness)
+    if readiness.refusal is not None:
+        process.wait()
+        raise readiness.refusal.exception()
+    os.statvfs(config.mountpoint)
+    return Started(
+        mountpoint=config.mountpoint,
+        devices=config.devices,
+        log=config.log,
+        readiness=readiness,
+    )
+
+
+def stop(mountpoint: str) -> Flushed:
+    """Unmount; returns when everything is durable and the server has ended. Raises `Refused`.
+
+    The flush before the unmount does most of the work while the mount is still there; what is
+    written meanwhile is drained by the server after the unmount.
+    """
+    asked = f"unmount {mountpoint}"
+    entry = mount_at(mountpoint)
+    if entry is None or not entry.is_fpfs:
+        found = "nothing" if entry is None else entry.filesystem_type
+        raise Refused(
+            asked=asked,
+            wrong=f"{found} is mounted there, not fpfs",
+            remedy="findmnt -t fuse.fpfs lists the mounts",
+        )
+    try:
+        ending = ControlClient(entry, asked=asked)
+    except Refused as refused:
+        unmount(entry.mountpoint, lazy=True)
+        abort_connection(entry.device)
+        raise Refused(
+            asked=asked,
+            wrong=f"its server was gone ({refused.wrong}); the mount is taken away",
+            remedy="mount again to recover what was acknowledged",
+        ) from None
+    with ending, ControlClient(entry, asked=asked) as flushing:
+        flushing.ask(Verb.FLUSH, Flushed)
+        unmount(entry.mountpoint)
+        return ending.ask(Verb.END, Flushed)

@@ -1,0 +1,83 @@
+"""Figures of a running server, from the engine, the commit module and the device filesystems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from fpfs.core.control import CommitStatus, DeviceStatus, Failure, StagingStatus
+from fpfs.daemon.commit import CommitFailure, CommitStatistics
+from fpfs.daemon.devices import DeviceDirectory
+
+
+def device_statuses(
+    devices: Sequence[DeviceDirectory], statistics: Mapping[str, object]
+) -> tuple[DeviceStatus, ...]:
+    """Status of each device. Blocks: it adds up the objects' allocated bytes."""
+    by_number = cast("Mapping[int, Mapping[str, Any]]", statistics["devices"])
+    return tuple(_device_status(device, by_number[device.number]) for device in devices)
+
+
+def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
+    filesystem = os.statvfs(device.path)
+    return DeviceStatus(
+        number=device.number,
+        path=device.path,
+        bytes_used=allocated_bytes(device.objects_path),
+        bytes_free=filesystem.f_bavail * filesystem.f_frsize,
+        bytes_total=filesystem.f_blocks * filesystem.f_frsize,
+        bytes_written=int(figures["bytes_written"]),
+        bytes_read=int(figures["bytes_read"]),
+        requests_in_flight=int(figures["in_flight"]),
+        backend=str(figures["backend"]),
+        direct=bool(figures["direct"]),
+    )
+
+
+def allocated_bytes(objects_path: str) -> int:
+    """Bytes that the objects below a folder take on their device, preallocation included."""
+    total_blocks = 0
+    for folder in os.scandir(objects_path):
+        if not folder.is_dir(follow_symlinks=False):
+            continue
+        for entry in os.scandir(folder):
+            try:
+                total_blocks += entry.stat(follow_symlinks=False).st_blocks
+            except FileNotFoundError:
+                # Removed since the folder was read: it takes nothing any more.
+                continue
+    return total_blocks * 512
+
+
+def staging_status(statistics: Mapping[str, object]) -> StagingStatus:
+    """Status of the staging arena."""
+    figures = cast("Mapping[str, Any]", statistics["staging"])
+    return StagingStatus(
+        bytes_used=int(figures["bytes_used"]),
+        bytes_total=int(figures["bytes_total"]),
+        pinned=bool(figures["pinned"]),
+    )
+
+
+def channel_counters(statistics: Mapping[str, object]) -> dict[str, int]:
+    """Requests that the channel saw, by name."""
+    figures = cast("Mapping[str, Any]", statistics["channel"])
+    return {name: int(value) for name, value in figures.items()}
+
+
+def commit_status(statistics: CommitStatistics) -> CommitStatus:
+    """Status of the commit module."""
+    return CommitStatus(
+        pending=statistics.pending,
+        committed=statistics.committed,
+        transactions=statistics.transactions,
+        failures=failures(statistics.failures),
+    )
+
+
+def failures(found: Sequence[CommitFailure]) -> tuple[Failure, ...]:
+    """Failed commits as the control protocol tells them."""
+    return tuple(
+        Failure(ino=failure.ino, errno=failure.errno, message=failure.message) for failure in found
+    )

@@ -1,0 +1,65 @@
+"""Where fpfs keeps things outside the device directories: sockets, logs, arena, default device.
+
+Root uses /run, /var/log; a user uses the XDG base directories. All folders that are made here are
+refused when they turn out to belong to somebody else, since /tmp is everybody's.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from fpfs.core.control import runtime_folders
+from fpfs.core.refusal import Refused
+
+ARENA_FOLDER = "/dev/shm"
+
+
+def _xdg(variable: str, default: str) -> str:
+    """An XDG base directory; a relative one in the environment is to be ignored."""
+    value = os.environ.get(variable, "")
+    return value if os.path.isabs(value) else os.path.join(os.path.expanduser("~"), default)
+
+
+def default_device() -> str:
+    """The embedded default: the device directory of a mount that names none."""
+    return os.path.join(_xdg("XDG_DATA_HOME", ".local/share"), "fpfs", "default")
+
+
+def default_log(mountpoint: str) -> str:
+    """The log of a mount that names none; the mountpoint is in its name."""
+    name = mountpoint.strip("/").replace("-", "--").replace("/", "-") + ".log"
+    if os.geteuid() == 0:
+        return os.path.join("/var/log/fpfs", name)
+    return os.path.join(_xdg("XDG_STATE_HOME", ".local/state"), "fpfs", name)
+
+
+def arena_path(filesystem_id: str) -> str:
+    """The staging arena's file, named after this boot: what an older boot left cannot be taken."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.path.join(ARENA_FOLDER, f"fpfs-{filesystem_id}-{boot_id[:8]}")
+
+
+def make_runtime_folder(*, asked: str) -> str:
+    """The folder for this user's control sockets, made where it is missing.
+
+    Other users can look into it (a mount may be open to them) but not write.
+    """
+    for folder in runtime_folders(os.geteuid()):
+        if not os.path.isdir(os.path.dirname(folder)):
+            continue
+        try:
+            os.makedirs(folder, mode=0o755, exist_ok=True)
+            found = os.lstat(folder)
+        except PermissionError:
+            continue
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            os.chmod(folder, 0o755)
+            return folder
+    tried = ", ".join(runtime_folders(os.geteuid()))
+    raise Refused(
+        asked=asked,
+        wrong=f"no folder for the control socket can be made (tried {tried})",
+        remedy="set XDG_RUNTIME_DIR to a folder of yours",
+    )

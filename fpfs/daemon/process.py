@@ -1,0 +1,144 @@
+"""The server as a process: its log, its limits, its readiness, its exit status.
+
+``python -m fpfs.daemon.process`` reads a `ServerConfig` from stdin; ``fpfs mount --foreground``
+calls `run` with one.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import functools
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import trio
+
+from fpfs.core.control import Flushed
+from fpfs.core.refusal import Refused
+from fpfs.daemon.devices import DeviceSet
+from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
+from fpfs.daemon.server import serve
+
+_log = logging.getLogger("fpfs.server")
+
+
+class _UtcFormatter(logging.Formatter):
+    """``2026-11-21T01:02:03.456Z WARNING fpfs.engine: message``."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+
+def start_log(log: str) -> None:
+    """Log to a file, or to stderr when `log` is empty; uncaught errors and stack dumps go there."""
+    handler = logging.FileHandler(log) if log else logging.StreamHandler()
+    handler.setFormatter(_UtcFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    faulthandler.enable(all_threads=True)
+    # A server that hangs shows its stacks: kill -USR1.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def raise_limits() -> None:
+    """As many open files as this user may have: every object in use is one."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def run(config: ServerConfig) -> int:
+    """Serve a mount in this process until it ends; returns the exit status."""
+    start_log(config.log)
+    raise_limits()
+    os.umask(0o077)
+    ready = _Readiness(config)
+    try:
+        return _report(trio.run(functools.partial(serve, config, ready=ready.announce)))
+    except Exception as error:  # noqa: BLE001 (whatever failed, the starter must be told)
+        cause = _only_cause(error)
+        if not isinstance(cause, Refused):
+            _log.exception("the server failed")
+            cause = _unexpected(config, cause)
+        ready.refuse(cause)
+        return 1
+
+
+def _only_cause(error: BaseException) -> BaseException:
+    """The exception inside trio's groups, while each holds one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _report(final: Flushed) -> int:
+    for failure in final.failures:
+        _log.error("not kept: %s", failure.message)
+    _log.info("ended; %s", "some files were not kept" if final.failures else "all is durable")
+    return 1 if final.failures else 0
+
+
+def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
+    remedies = {
+        errno.ENOSPC: "make room on the devices or on /dev/shm, or ask for less staging",
+        errno.ENOMEM: "ask for less staging, or raise the memory lock limit (ulimit -l)",
+        errno.EROFS: "mount the device's filesystem writable",
+    }
+    return Refused(
+        asked=config.asked,
+        wrong=f"the server failed ({type(error).__name__}: {error})",
+        remedy=remedies.get(getattr(error, "errno", 0), "its log says more"),
+    )
+
+
+class _Readiness:
+    """Tells the starter, once, that the mount answers or why not."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._fd = config.ready_fd
+        self._mountpoint = config.mountpoint
+
+    def announce(self, devices: DeviceSet) -> None:
+        """The mount answers."""
+        _log.info("mounted at %s", self._mountpoint)
+        self._tell(
+            Readiness(
+                server_pid=os.getpid(), formatted=devices.formatted, notes=tuple(devices.notes)
+            )
+        )
+
+    def refuse(self, refused: Refused) -> None:
+        """There is no mount."""
+        _log.error("%s", refused)
+        record = RefusalRecord(asked=refused.asked, wrong=refused.wrong, remedy=refused.remedy)
+        self._tell(Readiness(server_pid=os.getpid(), refusal=record))
+
+    def _tell(self, readiness: Readiness) -> None:
+        if self._fd >= 0:
+            # A starter that was killed meanwhile does not read: the mount goes on without it.
+            try:
+                os.write(self._fd, msgspec.json.encode(readiness) + b"\n")
+            except BrokenPipeError:
+                _log.warning("whoever started this server did not wait for it")
+            os.close(self._fd)
+            self._fd = -1
+
+
+def main() -> int:
+    """Entry of the background server."""
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""The server of one mount: makes the parts, joins them, and takes them down in order.
+
+This is the composition root. It starts with everything that can be refused (devices, catalog,
+engine, mount), says over a pipe that it is ready, and serves until the kernel ends the connection
+or a signal asks it to end.
+
+Invariants:
+  * Whatever ends the mount, everything acknowledged is drained and committed before the engine is
+    closed, the catalog after it, and the devices are unlocked last.
+  * pyfuse3 is told to end before the channel closes its end of the socket.
+  * Nothing here, nor below, imports torch.
+
+Concurrency: one trio loop. Everything that blocks runs in threads, or before the loop serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyfuse3
+import trio
+
+import fpfs
+from fpfs.core.control import Flushed, Status, socket_path
+from fpfs.core.engine import (
+    ChannelClosed,
+    DeviceConfig,
+    Engine,
+    EngineConfig,
+    LogRecord,
+    NativeEngine,
+    SyncWrite,
+)
+from fpfs.core.mounts import mount_at
+from fpfs.core.options import MountOptions
+from fpfs.core.policy import Policy
+from fpfs.core.refusal import Refused
+from fpfs.core.units import format_size
+from fpfs.daemon import metrics, mounting
+from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
+from fpfs.daemon.commit import Commit
+from fpfs.daemon.control import ControlServer
+from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.inodes import InodeTable
+from fpfs.daemon.launch import ServerConfig
+from fpfs.daemon.namespace import Namespace
+from fpfs.daemon.operations import Operations
+from fpfs.daemon.places import arena_path
+
+REQUESTS_MAX = 1000
+"""Requests that pyfuse3 works on at once. Each blocked fsync holds one."""
+
+REQUESTS_END_S = 60
+"""How long requests may take to end after the kernel has forgotten them."""
+
+ANNOUNCE_S = 5
+"""How long a client that waits for the end may take to read that it came."""
+
+EXIT_GAVE_UP = 3
+"""Exit status after a second SIGINT."""
+
+CATALOG_NAME = "catalog.db"
+
+_log = logging.getLogger("fpfs.server")
+
+
+class Server:
+    """One mounted filesystem, from the first request to the last."""
+
+    def __init__(
+        self, *, config: ServerConfig, devices: DeviceSet, catalog: Catalog, engine: Engine
+    ) -> None:
+        """Join the parts. The server takes over the catalog and the engine and closes them."""
+        options = config.options
+        policy = Policy(
+            devices=tuple(device.number for device in devices.devices),
+            chunk_bytes=options.chunk_bytes,
+            ack=options.ack,
+        )
+        self._config = config
+        self._devices = devices
+        self._catalog = catalog
+        self._engine = engine
+        inodes = InodeTable(catalog=catalog, engine=engine)
+        self._commit = Commit(catalog=catalog, engine=engine, inodes=inodes, ack=policy.ack)
+        self._namespace = Namespace(
+            catalog=catalog,
+            engine=engine,
+            inodes=inodes,
+            commit=self._commit,
+            policy=policy,
+            device_paths={device.number: Path(device.path) for device in devices.devices},
+        )
+        self._started_unix_s = time.time()
+        self._connection_ended = trio.Event()
+        self._ending_by_signal = False
+        self._closed = False
+
+    async def run(self, *, ready: Callable[[], None]) -> Flushed:
+        """Mount and serve until the end; `ready` is called when the mount answers.
+
+        Returns what could not be kept, after everything was closed and the devices unlocked.
+        """
+        await self._commit.recover()
+        device, relay_fd = await self._mount()
+        control = ControlServer(
+            path=socket_path(device, folder=self._config.runtime_folder),
+            controlled=self,
+            open_to_others=allows_others(self._config.options),
+        )
+        async with trio.open_nursery() as nursery:
+            try:
+                await nursery.start(control.serve)
+                nursery.start_soon(self._watch_signals, device)
+                final = await self._serve(ready, relay_fd)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._leave_no_dead_mount(device)
+                    await self.close()
+            with trio.move_on_after(ANNOUNCE_S):
+                await control.announce_end(final)
+            nursery.cancel_scope.cancel()
+        return final
+
+    async def _serve(self, ready: Callable[[], None], relay_fd: int) -> Flushed:
+        """Serve names and bytes until the connection ends, then drain."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._commit.run)
+            nursery.start_soon(self._relay_events)
+            await self._serve_names(ready, relay_fd)
+            final = await self.flush()
+            nursery.cancel_scope.cancel()
+        return final
+
+    async def status(self) -> Status:
+        """Figures of now, for the control protocol."""
+        statistics = self._engine.statistics()
+        devices = await trio.to_thread.run_sync(
+            metrics.device_statuses, self._devices.devices, statistics
+        )
+        return Status(
+            version=fpfs.__version__,
+            server_pid=os.getpid(),
+            filesystem_id=self._devices.filesystem_id,
+            mountpoint=self._config.mountpoint,
+            started_unix_s=self._started_unix_s,
+            ack=self._config.options.ack,
+            chunk_bytes=self._config.options.chunk_bytes,
+            log=self._config.log,
+            devices=devices,
+            staging=metrics.staging_status(statistics),
+            commit=metrics.commit_status(self._commit.statistics()),
+            channel=metrics.channel_counters(statistics),
+        )
+
+    async def wait_durable(self, ino: int) -> Flushed:
+        """Return when an inode's content and names are durable. OSError when they cannot be."""
+        await self._commit.wait_durable(ino)
+        return Flushed()
+
+    async def flush(self) -> Flushed:
+        """Return when everything is durable but for the failures in the answer."""
+        return Flushed(failures=metrics.failures(await self._commit.flush_all()))
+
+    async def _mount(self) -> tuple[str, int]:
+        """Mount and start the channel; returns the mount's ``major:minor`` and pyfuse3's end."""
+        config = self._config
+        mount = functools.partial(
+            mounting.mount,
+            config.mountpoint,
+            options=mount_options(config.options, filesystem_id=self._devices.filesystem_id),
+            asked=config.asked,
+        )
+        fuse_fd = await trio.to_thread.run_sync(mount)
+        entry = mount_at(config.mountpoint)
+        assert entry is not None, "fusermount3 said that it mounted"
+        mounting.raise_read_ahead(entry.device)
+        return entry.device, self._engine.serve(fuse_fd)
+
+    async def _serve_names(self, ready: Callable[[], None], relay_fd: int) -> None:
+        """Let pyfuse3 answer until the connection has ended."""
+        pyfuse3.init(Operations(self._namespace), f"/dev/fd/{relay_fd}", {"fsname=fpfs"})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._run_pyfuse3)
+            ready()
+            await self._connection_ended.wait()
+            pyfuse3.terminate()
+            # What still runs is for callers that the kernel has forgotten.
+            nursery.cancel_scope.deadline = trio.current_time() + REQUESTS_END_S
+        if nursery.cancel_scope.cancelled_caught:
+            _log.warning("requests were cut off %d s after the mount ended", REQUESTS_END_S)
+        pyfuse3.close(unmount=False)
+
+    async def _run_pyfuse3(self) -> None:
+        await pyfuse3.main(max_tasks=REQUESTS_MAX)
+        self._connection_ended.set()
+
+    async def _relay_events(self) -> None:
+        async for event in self._engine.events():
+            match event:
+                case SyncWrite():
+                    self._commit.sync_write(event)
+                case LogRecord():
+                    logging.getLogger("fpfs.engine").log(event.level, "%s", event.message)
+                case ChannelClosed():
+                    _log.info("the kernel ended the connection (%s)", os.strerror(event.errno))
+                    self._connection_ended.set()
+
+    async def _watch_signals(self, device: str) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async with trio.open_nursery() as nursery:
+                async for number in received:
+                    if number == signal.SIGINT and self._ending_by_signal:
+                        self._give_up()
+                    if not self._ending_by_signal:
+                        self._ending_by_signal = True
+                        name = signal.Signals(number).name
+                        _log.info("%s: draining and unmounting", name)
+                        nursery.start_soon(self._end, device)
+
+    async def _end(self, device: str) -> None:
+        """Drain and unmount although programs may use the mount."""
+        await self.flush()
+        if self._connection_ended.is_set():
+            return
+        try:
+            await trio.to_thread.run_sync(mounting.unmount, self._config.mountpoint)
+        except Refused:
+            await trio.to_thread.run_sync(self._detach)
+            _log.warning("files were open at the end: programs that use them get errors from now")
+            await self.flush()
+            if not mounting.abort_connection(device):
+                self._connection_ended.set()
+
+    def _give_up(self) -> None:
+        """Stop now, after saying what that loses."""
+        staged = self._engine.statistics()["staging"]["bytes_used"]  # type: ignore[index]
+        pending = self._commit.statistics().pending
+        _log.error(
+            "stopped by a second SIGINT: %s in staging and %d uncommitted files are lost;"
+            " their previous versions stay",
+            format_size(staged),
+            pending,
+        )
+        logging.shutdown()
+        # Threads may wait for a device that does not answer: nothing may be waited for here.
+        os._exit(EXIT_GAVE_UP)
+
+    async def _leave_no_dead_mount(self, device: str) -> None:
+        """Take the mount away when serving ended by an error and not by the kernel."""
+        entry = mount_at(self._config.mountpoint)
+        if entry is not None and entry.device == device:
+            _log.error("serving ended by an error: taking the mount away")
+            await trio.to_thread.run_sync(self._detach)
+            mounting.abort_connection(device)
+
+    def _detach(self) -> None:
+        mounting.unmount(self._config.mountpoint, lazy=True)
+
+    async def close(self) -> None:
+        """Close what the server was given, and unlock the devices. Once is enough."""
+        if not self._closed:
+            self._closed = True
+            await self._namespace.close()
+            await trio.to_thread.run_sync(self._engine.close)
+            await self._catalog.close()
+            self._devices.close()
+
+
+def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
+    """Options for fusermount3; what the user chose comes last and so wins."""
+    source = options.source or f"fpfs-{filesystem_id}"
+    chosen = [f"fsname={mounting.escape_option(source)}", "subtype=fpfs", "default_permissions"]
+    if allows_others(options):
+        chosen.append("allow_other")
+    if os.geteuid() == 0:
+        # Root's own filesystems honour set-user-id and device files; fusermount3 would not.
+        chosen += ["suid", "dev"]
+    return [*chosen, *options.kernel]
+
+
+def allows_others(options: MountOptions) -> bool:
+    """Whether other users may use the mount: as chosen, else for root's mounts."""
+    return os.geteuid() == 0 if options.allow_other is None else options.allow_other
+
+
+def open_catalog(devices: DeviceSet) -> Catalog:
+    """The catalog of a set of devices, made first where nothing was ever mounted. Blocks.
+
+    Raises `CatalogMissing` where there are objects without the catalog that names them.
+    """
+    path = Path(devices.catalog_directory, CATALOG_NAME)
+    unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
+    if unused and not path.exists():
+        Catalog.format(
+            path,
+            filesystem_id=devices.filesystem_id,
+            devices=[
+                DeviceRecord(number=device.number, device_id=device.device_id, path=device.path)
+                for device in devices.devices
+            ],
+            root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
+        )
+    return Catalog.open(path)
+
+
+def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int) -> EngineConfig:
+    """How the engine of this mount starts."""
+    options = config.options
+    return EngineConfig(
+        devices=tuple(
+            DeviceConfig(number=device.number, path=device.objects_path)
+            for device in devices.devices
+        ),
+        arena_path=arena_path(devices.filesystem_id),
+        filesystem_id=devices.filesystem_id,
+        staging_bytes=options.staging_bytes,
+        depth=options.depth,
+        backend=options.backend,
+        object_base=object_base,
+        ack=options.ack,
+    )
+
+
+async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> Flushed:
+    """Open everything, serve one mount, and close everything. Raises `Refused` and OSError."""
+    with open_devices(
+        config.devices,
+        mountpoint=config.mountpoint,
+        asked=config.asked,
+        adopt=config.options.adopt,
+    ) as devices:
+        for note in devices.notes:
+            _log.info("%s", note)
+        catalog = await trio.to_thread.run_sync(open_catalog, devices)
+        engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
+        server = Server(config=config, devices=devices, catalog=catalog, engine=engine)
+        try:
+            return await server.run(ready=functools.partial(ready, devices))
+        finally:
+            with trio.CancelScope(shield=True):
+                await server.close()
