@@ -1,0 +1,235 @@
+"""Real mounts for tests: made by the command in fresh folders, and always taken down.
+
+`mounted` formats device directories, runs ``fpfs mount``, and yields a `Mount`. At the end it runs
+``fpfs umount``; a mount that hangs has its stacks printed and its connection aborted.
+
+Invariants:
+  * Whatever happened, when the context ends nothing is mounted, the server is gone, and the folder
+    is removed.
+  * A line of WARNING or above in the server's log fails the test, unless it was expected.
+
+Concurrency: one thread; `live_mounts` is read by a watchdog thread as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fpfs.core.control import ControlClient, Flushed, Status, Verb
+from fpfs.core.mounts import MountEntry, mount_at
+from fpfs.daemon.mounting import abort_connection, unmount
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COMMAND_TIMEOUT_S = 120
+STAGING_DEFAULT = "64M"
+
+_PROBLEM = re.compile(r"^\S+Z (WARNING|ERROR|CRITICAL) ", re.MULTILINE)
+_UNCAUGHT = re.compile(r"^(Traceback|Fatal Python error|.*Sanitizer)", re.MULTILINE)
+
+live_mounts: list[Mount] = []
+"""Mounts of this process that are not taken down yet."""
+
+
+class CommandFailed(AssertionError):
+    """A command ended with another exit status than 0; the message has what it wrote."""
+
+
+def run_fpfs(
+    *arguments: str | Path,
+    module: str = "fpfs.cli.main",
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    prefix: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run ``fpfs`` (or another command's module) with this interpreter, whatever comes of it."""
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", module, *(str(argument) for argument in arguments)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def check_fpfs(*arguments: str | Path, module: str = "fpfs.cli.main") -> str:
+    """Run ``fpfs`` and return what it printed; `CommandFailed` unless it succeeds."""
+    done = run_fpfs(*arguments, module=module)
+    if done.returncode != 0:
+        words = " ".join(str(argument) for argument in arguments)
+        raise CommandFailed(f"{module} {words}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+class Mount:
+    """One mounted filesystem in a folder of its own. `root` stays the same over a remount."""
+
+    is_fpfs = True
+
+    def __init__(
+        self, folder: Path, *, devices: Sequence[Path], options: Sequence[str], staging: str
+    ) -> None:
+        """Name the places; nothing is mounted yet."""
+        self.folder = folder
+        self.root = folder / "mount"
+        self.devices = tuple(devices)
+        self.log = folder / "server.log"
+        self.server_pid = 0
+        self._options = (f"staging={staging}", *options)
+        self._expected: list[re.Pattern[str]] = []
+
+    def mount(self) -> None:
+        """Mount; returns when the mount answers."""
+        devices = [word for device in self.devices for word in ("-d", str(device))]
+        options = ",".join(self._options)
+        check_fpfs("mount", *devices, "-o", options, "--log", self.log, self.root)
+        live_mounts.append(self)
+        self.server_pid = self.status().server_pid
+
+    def unmount(self) -> None:
+        """Unmount; returns when everything is durable and the server has ended."""
+        check_fpfs("umount", self.root)
+        live_mounts.remove(self)
+
+    def remount(self) -> None:
+        """Unmount and mount again: nothing may be lost."""
+        self.unmount()
+        self.mount()
+
+    def status(self) -> Status:
+        """The server's figures."""
+        with self._client("status") as client:
+            return client.ask(Verb.STATUS, Status, timeout_s=COMMAND_TIMEOUT_S)
+
+    def flush(self) -> Flushed:
+        """Make everything durable."""
+        with self._client("flush") as client:
+            return client.ask(Verb.FLUSH, Flushed, timeout_s=COMMAND_TIMEOUT_S)
+
+    def expect_log(self, pattern: str) -> None:
+        """Allow log lines that match `pattern`, which must occur before the mount ends."""
+        self._expected.append(re.compile(pattern))
+
+    def entry(self) -> MountEntry | None:
+        """What is mounted at `root` now."""
+        return mount_at(str(self.root))
+
+    def _client(self, asked: str) -> ControlClient:
+        entry = self.entry()
+        assert entry is not None, f"{self.root} is not mounted"
+        return ControlClient(entry, asked=asked)
+
+    def log_text(self) -> str:
+        """The server's log so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def check_log(self) -> None:
+        """Fail on lines of WARNING or above that nobody expected, and on expected ones missing."""
+        lines = self.log_text().splitlines()
+        problems = [
+            line
+            for line in lines
+            if (_PROBLEM.match(line) or _UNCAUGHT.match(line))
+            and not any(pattern.search(line) for pattern in self._expected)
+        ]
+        missing = [
+            pattern.pattern
+            for pattern in self._expected
+            if not any(pattern.search(line) for line in lines)
+        ]
+        if problems or missing:
+            raise AssertionError(
+                f"unexpected in the server's log: {problems}, missing in it: {missing}\n"
+                + self.log_text()[-20_000:]
+            )
+
+    def stacks(self) -> str:
+        """Python and kernel stacks of the server, for a report of a hang."""
+        if self.server_pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.server_pid, signal.SIGUSR1)
+                time.sleep(0.5)  # the dump is written by a signal handler: nothing tells its end
+        return f"{self.log_text()[-20_000:]}\n{kernel_stacks(self.server_pid)}"
+
+    def tear_down(self) -> None:
+        """Take the mount away by force; what hung on it gets errors."""
+        entry = self.entry()
+        if entry is not None and entry.is_fpfs:
+            abort_connection(entry.device)
+            unmount(entry.mountpoint, lazy=True)
+        if self.server_pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.server_pid, signal.SIGKILL)
+        if self in live_mounts:
+            live_mounts.remove(self)
+
+
+def kernel_stacks(pid: int) -> str:
+    """What each thread of a process waits for in the kernel (root sees the stacks)."""
+    parts = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            parts.append(f"{task.name} {name} in {(task / 'wchan').read_text()}")
+            parts.append((task / "stack").read_text())
+    return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def mounted(
+    *,
+    devices: int | Sequence[Path] = 2,
+    options: Sequence[str] = (),
+    staging: str = STAGING_DEFAULT,
+    parent: Path | None = None,
+) -> Iterator[Mount]:
+    """A fresh filesystem over `devices` fresh directories (or the given ones), mounted.
+
+    `options` are words for ``-o``. The folder lies in `parent`, or where temporary files do.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fpfs-test-", dir=parent))
+    folder.chmod(0o755)
+    mount = Mount(
+        folder, devices=_device_folders(folder, devices), options=options, staging=staging
+    )
+    mount.root.mkdir()
+    try:
+        mount.mount()
+        yield mount
+        _unmount_or_report(mount)
+        mount.check_log()
+    except BaseException:
+        sys.stderr.write(f"log of the server of {mount.root}:\n{mount.log_text()[-20_000:]}\n")
+        raise
+    finally:
+        mount.tear_down()
+        shutil.rmtree(folder)
+
+
+def _device_folders(folder: Path, devices: int | Sequence[Path]) -> Sequence[Path]:
+    if not isinstance(devices, int):
+        return devices
+    made = [folder / f"device{number}" for number in range(devices)]
+    for path in made:
+        path.mkdir()
+    return made
+
+
+def _unmount_or_report(mount: Mount) -> None:
+    """Unmount unless the test did; a hang becomes an error with the server's stacks."""
+    if mount not in live_mounts:
+        return
+    try:
+        mount.unmount()
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the unmount hung\n{mount.stacks()}") from None
