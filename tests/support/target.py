@@ -13,9 +13,11 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from fpfs.testing.mounted import STAGING_DEFAULT, mounted
 
 DIRECTORY_VARIABLE = "FPFS_TEST_DIRECTORY"
 
@@ -59,9 +61,11 @@ def plain_target(parent: Path | None = None) -> Iterator[PlainTarget]:
         shutil.rmtree(root)
 
 
-def open_target(**options: object) -> contextlib.AbstractContextManager[Target]:
+def open_target(
+    *, options: Sequence[str] = (), staging: str = STAGING_DEFAULT
+) -> contextlib.AbstractContextManager[Target]:
     """A plain target where the environment asks for one, else a mount with these options."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:
         return plain_target(Path(directory))
-    raise NotImplementedError
+    return mounted(options=options, staging=staging)
