@@ -152,7 +152,7 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice:
 
 
 def _count(name: str, value: str) -> int:
-    if not value.isdecimal():
+    if not (value.isascii() and value.isdecimal()):
         raise Refused(asked=f"{name}={value}", wrong="this is not a number", remedy="write digits")
     return int(value)
 

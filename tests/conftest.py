@@ -1,0 +1,73 @@
+"""What holds for all tests: hangs end with stacks, skips are counted with their reasons.
+
+Warnings are errors by pyproject.toml. A test that takes longer than HANG_S is a hang: the stacks of
+this process and of every mounted server are printed, the mounts are aborted, and the run exits.
+"""
+
+from __future__ import annotations
+
+import collections
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from fpfs.daemon.mounting import abort_connection
+from fpfs.testing.mounted import live_mounts
+
+HANG_S = float(os.environ.get("FPFS_TEST_HANG_S", "600"))
+EXIT_HANG = 70
+
+_terminal_fd = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a way to the terminal that capturing does not hide."""
+    config.stash[_terminal_fd] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Watch one test with its fixtures."""
+    watchdog = threading.Timer(HANG_S, _end_hang, [item.nodeid, item.config.stash[_terminal_fd]])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
+
+
+def _end_hang(name: str, terminal_fd: int) -> None:
+    """Print every stack, free what hangs on a mount, and exit."""
+    with os.fdopen(terminal_fd, "w") as terminal:
+        terminal.write(f"\n{name} hangs for {HANG_S:g} s; repeat: {_repeat(name)}\n")
+        terminal.flush()
+        faulthandler.dump_traceback(terminal, all_threads=True)
+        for mount in list(live_mounts):
+            terminal.write(f"server of {mount.root}:\n{mount.stacks()}\n")
+            entry = mount.entry()
+            if entry is not None:
+                abort_connection(entry.device)
+            mount.tear_down()
+        terminal.flush()
+        os._exit(EXIT_HANG)
+
+
+def _repeat(name: str) -> str:
+    return f"{sys.executable} -m pytest '{name}'"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count what was skipped by reason, and say how to repeat what failed."""
+    reasons: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        longrepr = report.longrepr
+        reasons[longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)] += 1
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
+    for report in terminalreporter.stats.get("failed", []):
+        terminalreporter.write_line(f"repeat: {_repeat(report.nodeid)}")

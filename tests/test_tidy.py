@@ -1,0 +1,171 @@
+"""The house style as a test: sizes, docstrings, layers, and words that do not belong.
+
+There is no list of exemptions: what does not fit is changed, or the rule is.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FILE_LINES_MAX = 800
+FUNCTION_LINES_MAX = 70
+COLUMNS_MAX = 100
+TEXT_SUFFIXES = (".py", ".cc", ".h", ".cmake", ".toml", ".service")
+PUBLIC_PACKAGES = ("fpfs", "benchmarks")
+
+
+def tracked_files() -> list[Path]:
+    """Files of the repository that exist, as git lists them; new ones not yet added included."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return [path for name in listed.splitlines() if (path := REPOSITORY / name).is_file()]
+
+
+FILES = [path for path in tracked_files() if path.suffix in TEXT_SUFFIXES]
+PYTHON = [path for path in FILES if path.suffix == ".py"]
+PUBLIC = [path for path in PYTHON if path.relative_to(REPOSITORY).parts[0] in PUBLIC_PACKAGES]
+NATIVE = [path for path in FILES if path.suffix in (".cc", ".h")]
+
+
+def name(path: Path) -> str:
+    """A path as it reads in a report."""
+    return str(path.relative_to(REPOSITORY))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PYTHON) > 20
+    assert len(NATIVE) > 5
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_sizes(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= FILE_LINES_MAX
+    long = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS_MAX]
+    assert not long, f"lines longer than {COLUMNS_MAX} columns: {long}"
+    trailing = [number for number, line in enumerate(lines, 1) if line != line.rstrip()]
+    assert not trailing, f"lines that end in blanks: {trailing}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions of a module, inner ones and methods included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_functions_are_short_and_modules_say_what_they_are_for(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "the module has no docstring"
+    for function in functions(tree):
+        length = (function.end_lineno or 0) - function.lineno + 1
+        assert length <= FUNCTION_LINES_MAX, f"{function.name} has {length} lines"
+
+
+def undocumented(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Public classes and functions of a module or class without a docstring."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if child.name.startswith("_") and child.name != "__init__":
+            continue
+        if child.name == "__init__" and isinstance(node, ast.ClassDef):
+            if node.name.startswith("_"):
+                continue
+        if not ast.get_docstring(child) and child.name != "__init__":
+            yield prefix + child.name
+        if isinstance(child, ast.ClassDef):
+            yield from undocumented(child, prefix + child.name + ".")
+
+
+@pytest.mark.parametrize("path", PUBLIC, ids=name)
+def test_public_things_are_documented(path: Path) -> None:
+    assert list(undocumented(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=name)
+def test_native_files_open_with_their_purpose(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    own_header = path.suffix == ".cc" and f'#include "{path.stem}.h"' == lines[0]
+    assert lines[0].startswith("// ") or own_header, "neither a purpose nor the header that has it"
+    if path.suffix == ".h":
+        assert "#pragma once" in lines
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=name)
+def test_native_functions_are_short(path: Path) -> None:
+    """clang-format puts the closing brace of a function at its own column."""
+    for number, length in native_blocks(path.read_text().splitlines()):
+        assert length <= FUNCTION_LINES_MAX, f"the function at line {number} has {length} lines"
+
+
+def native_blocks(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Line and length of the function bodies at namespace scope, and of inline methods."""
+    for start, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        opens = re.search(r"\)[^;()]*\{$", line) and indent in (0, 2) and "=" not in line
+        if not opens or line.lstrip().startswith(("if", "for", "while", "switch", "}")):
+            continue
+        closing = " " * indent + "}"
+        for end in range(start + 1, len(lines)):
+            if lines[end].startswith(closing) and not lines[end][indent + 1 :].startswith(" else"):
+                yield start + 1, end - start + 1
+                break
+
+
+def test_long_functions_are_found() -> None:
+    body = ["  x();"] * FUNCTION_LINES_MAX
+    assert [length for _, length in native_blocks(["void f(int a) {", *body, "}"])] == [72]
+
+
+def test_the_layers_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [linter, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_commands_and_daemon_work_without_torch() -> None:
+    code = (
+        "import sys; import fpfs.cli.main, fpfs.cli.ctl, fpfs.daemon.process;"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_only_the_engine_module_imports_the_extension() -> None:
+    found = [
+        name(path)
+        for path in PUBLIC
+        if re.search(r"^\s*(from|import) .*\b_native\b", path.read_text(), re.MULTILINE)
+    ]
+    assert found in ([], ["fpfs/core/engine.py"])
+
+
+def test_versions_are_pinned() -> None:
+    """Every dependency that pyproject.toml names has its tested version in constraints.txt."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
+    names = {re.split(r"[\[<>=~! ]", line)[0] for line in wanted} - {"fpfs"}
+    pinned = re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert names - set(pinned) == set()
+    assert "torch==2.13.0" in (REPOSITORY / "constraints.txt").read_text()

@@ -1,0 +1,172 @@
+"""Device directories: formatting, knowing them again, and every refusal's message."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fpfs.core.refusal import Refused
+from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.stamp import FORMAT_VERSION
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Three empty directories."""
+    made = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def opened(folders: Sequence[Path], *, adopt: bool = False) -> DeviceSet:
+    return open_devices(
+        [str(folder) for folder in folders], mountpoint="/ckpt", asked="mount at /ckpt", adopt=adopt
+    )
+
+
+def formatted(folders: Sequence[Path]) -> str:
+    with opened(folders) as devices:
+        assert devices.formatted
+        return devices.filesystem_id
+
+
+def refusal(folders: Sequence[Path], *, adopt: bool = False) -> str:
+    with pytest.raises(Refused) as raised:
+        opened(folders, adopt=adopt)
+    message = str(raised.value)
+    assert re.fullmatch(r"mount at /ckpt: [^\n]+; [^\n]+", message)
+    return message
+
+
+def edit_stamp(folder: Path, **changes: object) -> None:
+    stamp = folder / "fpfs.json"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), **changes}))
+
+
+def test_empty_directories_are_formatted_and_known_again(folders: list[Path]) -> None:
+    (folders[1] / "lost+found").mkdir()
+    filesystem_id = formatted(folders)
+    with opened(folders) as devices:
+        assert not devices.formatted
+        assert devices.filesystem_id == filesystem_id
+        assert [device.number for device in devices.devices] == [0, 1, 2]
+        assert [device.path for device in devices.devices] == [str(folder) for folder in folders]
+        assert devices.catalog_directory == str(folders[0])
+    assert all((folder / "objects").is_dir() for folder in folders)
+
+
+def test_order_on_the_command_line_does_not_matter(folders: list[Path]) -> None:
+    formatted(folders)
+    with opened(folders[::-1]) as devices:
+        assert [device.path for device in devices.devices] == [str(folder) for folder in folders]
+
+
+def test_a_shared_filesystem_is_noted(folders: list[Path]) -> None:
+    with opened(folders[:2]) as devices:
+        (note,) = devices.notes
+    assert note.startswith(f"{folders[0]} and {folders[1]} lie on one filesystem")
+
+
+def test_a_directory_in_use_is_refused(folders: list[Path]) -> None:
+    with opened(folders):
+        message = refusal(folders)
+    assert f"{folders[0]} is in use at /ckpt (process {os.getpid()}); unmount it there" in message
+    with opened(folders):
+        pass
+
+
+def test_what_does_not_exist(folders: list[Path]) -> None:
+    missing = folders[0] / "missing"
+    assert f"the device directory {missing} does not exist" in refusal([missing])
+
+
+def test_what_is_no_directory(folders: list[Path]) -> None:
+    file = folders[0] / "file"
+    file.touch()
+    assert f"the device directory {file} is not a directory" in refusal([file])
+
+
+def test_a_directory_with_other_things(folders: list[Path]) -> None:
+    (folders[0] / "thesis.tex").touch()
+    message = refusal(folders)
+    assert f"{folders[0]} is not empty (thesis.tex is in it) and holds no fpfs device" in message
+    assert sorted(path.name for path in folders[1].iterdir()) == []
+
+
+def test_a_directory_given_twice(folders: list[Path]) -> None:
+    link = folders[0].parent / "link"
+    link.symlink_to(folders[0])
+    assert f"the device directory {folders[0]} is given twice" in refusal([folders[0], folders[0]])
+    assert "is given twice" in refusal([folders[0], link])
+
+
+def test_directories_within_each_other(folders: list[Path]) -> None:
+    inner = folders[0] / "inner"
+    inner.mkdir()
+    assert "lie within each other" in refusal([folders[0], inner])
+
+
+def test_a_device_missing(folders: list[Path]) -> None:
+    formatted(folders)
+    message = refusal([folders[0], folders[2]])
+    assert f"of 3 devices, device 1 (last at {folders[1]}) is missing; name all" in message
+
+
+def test_a_device_of_another_filesystem(folders: list[Path]) -> None:
+    first, second = formatted(folders[:2]), formatted(folders[2:])
+    message = refusal(folders)
+    assert f"{folders[2]} belongs to filesystem {second}, and {folders[0]} to {first}" in message
+
+
+def test_an_empty_directory_beside_formatted_ones(folders: list[Path]) -> None:
+    formatted(folders[:2])
+    assert f"{folders[2]} is empty, while {folders[0]} belongs to a filesystem" in refusal(folders)
+
+
+def test_a_copy_beside_the_original(folders: list[Path]) -> None:
+    formatted(folders[:2])
+    copy = folders[2] / "copy"
+    shutil.copytree(folders[1], copy)
+    message = refusal([*folders[:2], copy])
+    assert f"{folders[1]} and {copy} are both device 1: one is a copy" in message
+
+
+def test_a_copy_instead_of_the_original(folders: list[Path]) -> None:
+    formatted(folders[:2])
+    copy = folders[2] / "copy"
+    shutil.copytree(folders[1], copy)
+    message = refusal([folders[0], copy])
+    assert f"{copy} was copied or moved" in message
+    assert f"(last at {folders[1]})" in message
+    with opened([folders[0], copy], adopt=True):
+        pass
+    with opened([folders[0], copy]) as devices:
+        assert devices.devices[1].path == str(copy)
+
+
+def test_a_newer_format(folders: list[Path]) -> None:
+    formatted(folders[:1])
+    edit_stamp(folders[0], format_version=FORMAT_VERSION + 1, something_new=True)
+    message = refusal(folders[:1])
+    assert f"{folders[0]} has format {FORMAT_VERSION + 1}, and this fpfs knows formats up to" in (
+        message
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": 1}', b"\xff\x00"])
+def test_a_damaged_stamp(folders: list[Path], content: bytes) -> None:
+    formatted(folders[:1])
+    (folders[0] / "fpfs.json").write_bytes(content)
+    assert f"{folders[0]}/fpfs.json is damaged" in refusal(folders[:1])
+
+
+def test_a_refusal_leaves_nothing_locked(folders: list[Path]) -> None:
+    formatted(folders)
+    refusal(folders[:2])
+    with opened(folders):
+        pass

@@ -1,0 +1,77 @@
+"""Options of a mount, as -o and fstab give them."""
+
+import pytest
+
+from fpfs.core.options import (
+    STAGING_BYTES_DEFAULT_MAX,
+    Backend,
+    MountOptions,
+    default_staging_bytes,
+    parse_mount_options,
+)
+from fpfs.core.policy import Acknowledge
+from fpfs.core.refusal import Refused
+
+
+def test_defaults() -> None:
+    options = parse_mount_options([])
+    assert options == MountOptions()
+    assert (options.ack, options.backend) == (Acknowledge.EARLY, Backend.AUTO)
+    assert options.staging_bytes == default_staging_bytes() <= STAGING_BYTES_DEFAULT_MAX
+
+
+def test_every_option_can_be_given() -> None:
+    options = parse_mount_options(
+        [
+            "ack=close,backend=threads,staging=64M,chunk=256K,depth=4",
+            "device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
+        ]
+    )
+    assert options == MountOptions(
+        ack=Acknowledge.CLOSE,
+        backend=Backend.THREADS,
+        staging_bytes=64 * 1024**2,
+        chunk_bytes=256 * 1024,
+        depth=4,
+        devices=("/a", "/b"),
+        log="/l",
+        source="/a:/b",
+        allow_other=True,
+        adopt=True,
+        kernel=("ro", "nosuid"),
+    )
+
+
+def test_words_for_other_programs_are_passed_over() -> None:
+    line = "defaults,noauto,nofail,_netdev,user,x-systemd.automount,x-gvfs-hide,comment=mine,,"
+    assert parse_mount_options([line]) == MountOptions()
+
+
+def test_the_last_one_wins() -> None:
+    assert parse_mount_options(["ack=close", "ack=durable"]).ack is Acknowledge.DURABLE
+    assert parse_mount_options(["allow_other,noallow_other"]).allow_other is False
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("bogus", r"-o bogus: fpfs has no such option; known are ack=, backend=.*adopt.*nosuid"),
+        ("bogus=1", r"-o bogus=1: fpfs has no such option; known are"),
+        ("ack", r"-o ack: this option needs a value"),
+        ("ack=", r"-o ack=: this option needs a value"),
+        ("ack=never", r"ack=never: ack has no such setting; take one of early, close, durable"),
+        ("backend=aio", r"backend=aio: .*take one of auto, io_uring, threads"),
+        ("staging=lots", r"staging=lots: this is not a size in whole bytes"),
+        ("staging=1M", r"staging=1048576: staging needs at least 16M"),
+        ("chunk=100K", r"chunk=102400: a chunk is 64K to 64M, in steps of 64K"),
+        ("chunk=128M", r"chunk=134217728: a chunk is 64K to 64M"),
+        ("chunk=0", r"chunk=0: a chunk is 64K to 64M"),
+        ("depth=0", r"depth=0: the depth of a device's queue is 1 to 1024"),
+        ("depth=-1", r"depth=-1: this is not a number"),
+        ("depth=9999", r"depth=9999: the depth"),
+        ("adopt=yes", r"-o adopt=yes: fpfs has no such option"),
+    ],
+)
+def test_refusals_say_what_is_wrong_and_what_to_do(item: str, message: str) -> None:
+    with pytest.raises(Refused, match=f"^{message}"):
+        parse_mount_options([item])
