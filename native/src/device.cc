@@ -33,6 +33,13 @@ uint32_t open_files_limit(uint32_t wanted) {
   return static_cast<uint32_t>(std::min<uint64_t>(wanted, share));
 }
 
+bool moves_bytes(IoOp op) { return op == IoOp::Read || op == IoOp::Write; }
+
+bool writable_enough(const IoRequest& request) {
+  const bool changes = request.op != IoOp::Read && request.op != IoOp::Flush;
+  return !changes || request.open_file->mode == OpenMode::ReadWrite;
+}
+
 class NativeDevice final : public Device, private BackendOwner {
  public:
   explicit NativeDevice(const DeviceConfig& config);
@@ -129,12 +136,14 @@ Status NativeDevice::start_backend(const std::vector<MemoryRegion>& regions) {
 }
 
 void NativeDevice::submit(IoRequest* request) {
-  const bool transfer = request->op == IoOp::Read || request->op == IoOp::Write;
+  const bool transfer = moves_bytes(request->op);
   assert(!transfer || (request->length > 0 && request->length % kIoAlignment == 0 &&
                        request->offset % kIoAlignment == 0 &&
                        reinterpret_cast<uintptr_t>(request->buffer) % kIoAlignment == 0));
   begin();
-  if ((transfer || request->op == IoOp::Flush) && files_.try_acquire(request)) {
+  request->open_file = nullptr;
+  const bool opened = files_.try_acquire(request);
+  if (opened && (transfer || request->op == IoOp::Flush) && writable_enough(*request)) {
     backend_->submit(request);
   } else {
     metadata_.post([this, request] { run_on_worker(request); });
@@ -142,11 +151,12 @@ void NativeDevice::submit(IoRequest* request) {
 }
 
 void NativeDevice::run_on_worker(IoRequest* request) {
-  const int opened = files_.acquire(request);
+  const int opened = request->open_file != nullptr ? 0 : files_.acquire(request);
   if (opened < 0) {
     finished(request, opened);
-  } else if (request->op == IoOp::Read || request->op == IoOp::Write ||
-             request->op == IoOp::Flush) {
+  } else if (!writable_enough(*request)) {
+    finished(request, -EROFS);
+  } else if (moves_bytes(request->op) || request->op == IoOp::Flush) {
     backend_->submit(request);
   } else {
     finished(request, change(request));
@@ -182,7 +192,7 @@ void NativeDevice::finished(IoRequest* request, int result) {
   } else if (request->op == IoOp::Read) {
     bytes_read_.fetch_add(request->length, std::memory_order_relaxed);
   }
-  if (request->file != nullptr) files_.release(request, result);
+  if (request->open_file != nullptr) files_.release(request, result);
   request->complete(result);  // from here on it is the submitter's again
   end();
 }

@@ -60,8 +60,8 @@ struct IoRequest {
 
   // The device's own while submitted.
   IoRequest* next = nullptr;
-  OpenFile* file = nullptr;
-  uint64_t done = 0;  // bytes transferred so far
+  OpenFile* open_file = nullptr;
+  uint64_t bytes_done = 0;
 };
 
 struct DeviceStatistics {

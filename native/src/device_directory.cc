@@ -5,6 +5,7 @@
 #include <sys/statvfs.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -77,16 +78,17 @@ FileDescriptor ObjectDirectory::open_folder(uint64_t id) const {
 }
 
 int ObjectDirectory::make_folder(uint64_t id) {
-  if (::mkdirat(root_.get(), folder_name(id).c_str(), 0700) != 0 && errno != EEXIST) return -errno;
-  return sync_directory(root_.get());
+  folder_made_ = true;
+  return ::mkdirat(root_.get(), folder_name(id).c_str(), 0700) == 0 || errno == EEXIST ? 0 : -errno;
 }
 
-int ObjectDirectory::open_object(uint64_t id) const {
+int ObjectDirectory::open_object(uint64_t id, OpenMode mode) const {
   const FileDescriptor folder = open_folder(id);
   if (!folder) return -errno;
   // O_NONBLOCK only for the moment of opening: a pipe put in an object's place must not hold the
   // thread, but with the flag left on io_uring would answer EAGAIN instead of waiting.
-  const int flags = O_RDWR | (direct_ ? O_DIRECT : 0);
+  const int flags =
+      (mode == OpenMode::ReadOnly ? O_RDONLY : O_RDWR) | (direct_ ? O_DIRECT : 0);
   FileDescriptor file(open_at(folder.get(), object_name(id).c_str(), flags | O_NONBLOCK));
   if (!file) return file.release();  // the negative errno
   struct stat status {};
@@ -113,9 +115,17 @@ int ObjectDirectory::remove_object(uint64_t id) const {
   return ::unlinkat(folder.get(), object_name(id).c_str(), 0) == 0 ? 0 : -errno;
 }
 
-int ObjectDirectory::sync_folder(uint64_t id) const {
-  const FileDescriptor folder = open_folder(id);
-  return folder ? sync_directory(folder.get()) : -errno;
+int ObjectDirectory::sync_names(const std::vector<uint64_t>& ids) {
+  if (folder_made_) {
+    if (const int error = sync_directory(root_.get()); error < 0) return error;
+    folder_made_ = false;
+  }
+  for (const uint64_t id : ids) {
+    const FileDescriptor folder = open_folder(id);
+    const int error = folder ? sync_directory(folder.get()) : -errno;
+    if (error < 0) return error;
+  }
+  return 0;
 }
 
 int64_t ObjectDirectory::bytes_free() const {

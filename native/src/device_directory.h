@@ -7,15 +7,16 @@
 // negative errno.
 #pragma once
 
-#include <array>
-#include <atomic>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "file_descriptor.h"
 #include "status.h"
 
 namespace fpfs {
+
+enum class OpenMode { ReadWrite, ReadOnly };
 
 class ObjectDirectory {
  public:
@@ -24,11 +25,12 @@ class ObjectDirectory {
 
   bool direct() const { return direct_; }
 
-  int open_object(uint64_t id) const;
-  // Makes an empty object. Its name is durable only after sync_folder().
-  int create_object(uint64_t id);
+  int open_object(uint64_t id, OpenMode mode) const;
   int remove_object(uint64_t id) const;
-  int sync_folder(uint64_t id) const;
+  // Makes an empty object. Its name is durable only after sync_names(). One thread at a time for
+  // these two.
+  int create_object(uint64_t id);
+  int sync_names(const std::vector<uint64_t>& ids);
   // Bytes that an unprivileged writer may still use, or a negative errno.
   int64_t bytes_free() const;
 
@@ -39,6 +41,7 @@ class ObjectDirectory {
 
   FileDescriptor root_;
   bool direct_ = false;
+  bool folder_made_ = false;  // since the last sync_names()
 };
 
 }  // namespace fpfs

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <utility>
 
 namespace fpfs {
@@ -20,14 +21,21 @@ bool OpenFiles::try_acquire(IoRequest* request) {
 int OpenFiles::acquire(IoRequest* request) {
   if (try_acquire(request)) return 0;
   const uint64_t id = request->object->id();
-  const int opened = directory_.open_object(id);
+  // What a device holds stays readable when its filesystem has turned read-only.
+  OpenMode mode = OpenMode::ReadWrite;
+  int opened = directory_.open_object(id, mode);
+  if (opened == -EROFS) {
+    mode = OpenMode::ReadOnly;
+    opened = directory_.open_object(id, mode);
+  }
   if (opened < 0) return opened;
   FileDescriptor fd(opened);
   Retired retired;
   {
     MutexLock lock(mutex_);
     const auto found = files_.find(id);  // another thread may have been faster
-    pin(found != files_.end() ? found->second.get() : insert(id, std::move(fd)), request);
+    pin(found != files_.end() ? found->second.get() : insert(id, std::move(fd), mode),
+        request);
     shrink(&retired);
   }
   hand_over(std::move(retired));
@@ -38,21 +46,21 @@ void OpenFiles::adopt(uint64_t id, FileDescriptor fd) {
   Retired retired;
   {
     MutexLock lock(mutex_);
-    settle(insert(id, std::move(fd)));
+    settle(insert(id, std::move(fd), OpenMode::ReadWrite));
     shrink(&retired);
   }
   hand_over(std::move(retired));
 }
 
 void OpenFiles::release(IoRequest* request, int result) {
-  OpenFile* file = std::exchange(request->file, nullptr);
+  OpenFile* file = std::exchange(request->open_file, nullptr);
   Retired retired;
   {
     MutexLock lock(mutex_);
     // A flush covers the writes that had finished when it was submitted; pin() noted how many.
     if (request->op == IoOp::Write) ++file->writes_finished;
     if (request->op == IoOp::Flush && result == 0) {
-      file->writes_flushed = std::max(file->writes_flushed, request->done);
+      file->writes_flushed = std::max(file->writes_flushed, request->bytes_done);
     }
     assert(file->users > 0);
     --file->users;
@@ -96,14 +104,15 @@ uint64_t OpenFiles::count() const {
 void OpenFiles::pin(OpenFile* file, IoRequest* request) {
   set_idle(file, false);
   ++file->users;
-  request->file = file;
-  request->done = request->op == IoOp::Flush ? file->writes_finished : 0;
+  request->open_file = file;
+  request->bytes_done = request->op == IoOp::Flush ? file->writes_finished : 0;
 }
 
-OpenFile* OpenFiles::insert(uint64_t id, FileDescriptor fd) {
+OpenFile* OpenFiles::insert(uint64_t id, FileDescriptor fd, OpenMode mode) {
   auto file = std::make_unique<OpenFile>();
   file->id = id;
   file->fd = std::move(fd);
+  file->mode = mode;
   OpenFile* raw = file.get();
   files_[id] = std::move(file);
   return raw;

@@ -26,6 +26,7 @@ namespace fpfs {
 struct OpenFile {
   uint64_t id = 0;
   FileDescriptor fd;
+  OpenMode mode = OpenMode::ReadWrite;  // ReadOnly when the filesystem has become so
 
   // Owned by OpenFiles, under its mutex.
   uint32_t users = 0;
@@ -64,7 +65,7 @@ class OpenFiles {
   using Retired = std::vector<std::unique_ptr<OpenFile>>;
 
   void pin(OpenFile* file, IoRequest* request) REQUIRES(mutex_);
-  OpenFile* insert(uint64_t id, FileDescriptor fd) REQUIRES(mutex_);
+  OpenFile* insert(uint64_t id, FileDescriptor fd, OpenMode mode) REQUIRES(mutex_);
   void settle(OpenFile* file) REQUIRES(mutex_);
   void set_idle(OpenFile* file, bool idle) REQUIRES(mutex_);
   void shrink(Retired* retired) REQUIRES(mutex_);

@@ -1,6 +1,7 @@
 #include "device_pool.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 namespace fpfs {
@@ -97,21 +98,18 @@ int ObjectPool::make(uint32_t count, std::vector<uint64_t>* ids) {
     const int fd = directory_.create_object(id);
     if (fd >= 0) {
       made.emplace_back(id, FileDescriptor(fd));
-    } else {
+    } else if (fd != -EEXIST) {  // an id in use, which the catalog forgot, is passed over
       error = fd;
     }
   }
-  for (auto& [id, fd] : made) {
-    const int synced = directory_.sync_folder(id);
-    if (synced < 0) {
-      error = synced;
-      // Best effort: the error that matters is the flush's, and an unused object is collected later.
-      (void)directory_.remove_object(id);
-      continue;
-    }
-    files_.adopt(id, std::move(fd));
-    ids->push_back(id);
+  for (const auto& [id, fd] : made) ids->push_back(id);
+  if (const int synced = directory_.sync_names(*ids); synced < 0) {
+    // Best effort: the flush's error is the one that counts, and recovery collects unused objects.
+    for (const uint64_t id : *ids) (void)directory_.remove_object(id);
+    ids->clear();
+    return synced;
   }
+  for (auto& [id, fd] : made) files_.adopt(id, std::move(fd));
   return error;
 }
 

@@ -16,7 +16,7 @@ constexpr uint64_t kCallBytesMax = uint64_t{1} << 30;
 
 // One system call; bytes or a negative errno.
 int call_once(const IoRequest& request) {
-  const int fd = request.file->fd.get();
+  const int fd = request.open_file->fd.get();
   const uint64_t start = transfer_start(request);
   const uint64_t bytes = std::min(request.length - start, kCallBytesMax);
   const auto offset = static_cast<off_t>(request.offset + start);
@@ -50,7 +50,7 @@ int call_once(const IoRequest& request) {
 
 uint64_t transfer_start(const IoRequest& request) {
   const bool moves_bytes = request.op == IoOp::Read || request.op == IoOp::Write;
-  return moves_bytes ? request.done & ~(kIoAlignment - 1) : 0;
+  return moves_bytes ? request.bytes_done & ~(kIoAlignment - 1) : 0;
 }
 
 TransferAdvance transfer_advance(IoRequest* request, int result) {
@@ -59,12 +59,12 @@ TransferAdvance transfer_advance(IoRequest* request, int result) {
   if (result < 0) return {TransferStep::Finished, result};
   if (request->op != IoOp::Read && request->op != IoOp::Write) return {TransferStep::Finished, 0};
   const uint64_t done = transfer_start(*request) + static_cast<uint64_t>(result);
-  if (done <= request->done) {
+  if (done <= request->bytes_done) {
     if (request->op == IoOp::Write) return {TransferStep::Finished, -EIO};
-    std::memset(request->buffer + request->done, 0, request->length - request->done);
+    std::memset(request->buffer + request->bytes_done, 0, request->length - request->bytes_done);
     return {TransferStep::Finished, 0};
   }
-  request->done = done;
+  request->bytes_done = done;
   return {done == request->length ? TransferStep::Finished : TransferStep::Again, 0};
 }
 

@@ -202,7 +202,7 @@ void RingBackend::issue() {
 void RingBackend::prepare(IoRequest* request) {
   io_uring_sqe* entry = io_uring_get_sqe(ring_.native());
   assert(entry != nullptr);  // the ring has room for depth and the wakeup
-  OpenFile* file = request->file;
+  OpenFile* file = request->open_file;
   ring_.add_file(file);
   const int fd = file->slot >= 0 ? file->slot : file->fd.get();
   const uint64_t start = transfer_start(*request);

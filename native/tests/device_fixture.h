@@ -4,7 +4,10 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -164,6 +167,42 @@ inline std::unique_ptr<Device> open_device(const DeviceConfig& config,
   REQUIRE_MESSAGE(result.ok(), result.status().message());
   return result.take();
 }
+
+// A device over a directory of its own, with a registered region.
+template <typename Backend>
+struct Fixture {
+  TempDirectory directory;
+  LogLines log;
+  AlignedBuffer region{uint64_t{4} << 20};
+  DeviceConfig config = make_config();
+  std::unique_ptr<Device> device = open_device(config, {{region.data(), region.size()}});
+
+  DeviceConfig make_config() {
+    DeviceConfig result;
+    result.path = directory.path();
+    result.backend = Backend::kind;
+    result.log = log.sink();
+    return result;
+  }
+  std::string object_path(uint64_t id) const {
+    std::array<char, 32> name;
+    std::snprintf(name.data(), name.size(), "/%02x/%016llx", static_cast<unsigned>(id & 0xff),
+                  static_cast<unsigned long long>(id));
+    return directory.path() + name.data();
+  }
+  void reopen(const DeviceConfig& changed) {
+    device->close();
+    config = changed;
+    device = open_device(config, {{region.data(), region.size()}});
+  }
+  uint64_t object_files() const {
+    uint64_t count = 0;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path())) {
+      count += entry.is_regular_file() ? 1 : 0;
+    }
+    return count;
+  }
+};
 
 }  // namespace fpfs::testing
 
