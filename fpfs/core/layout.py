@@ -40,7 +40,7 @@ class Run(NamedTuple):
     """`count` blocks of a segment that lie behind each other in one object of one device."""
 
     block: int
-    count: int
+    count: int  # type: ignore[assignment]
     object_block: int
     device: int
     flags: int
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 class Segment(NamedTuple):
     """A decoded segment: its number in the file, its runs, and one checksum a block (or none)."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     runs: tuple[Run, ...]
     checksums: tuple[int, ...] = ()
 

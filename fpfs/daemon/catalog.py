@@ -1,54 +1,214 @@
-"""The catalog: names, attributes and layouts in SQLite, behind one thread. (Being written.)"""
+"""The catalog: names, attributes and layouts in SQLite, used by trio tasks and made durable here.
+
+What is stored is in `catalog_schema`; the operations on it are functions in `catalog_names`,
+`catalog_attributes` and `catalog_contents`, given to `read` or `write`.
+
+Invariants:
+  * When `write` returns, the operation's transaction is in the -wal file: it survives this process.
+  * When `make_durable` returns, everything that was written before the call survives power loss.
+    Frames are in the -wal file, flushed here, until a checkpoint, which flushes the log before it
+    copies and the database before the log may start over; so at any moment what was durable is
+    found either in the database or in the flushed log.
+  * After a failed flush nothing more is written: the kernel may have dropped pages that it could
+    not write, and a later flush would wrongly succeed.
+
+Concurrency: all coroutines are for the trio thread. One worker thread owns the connection; flushes
+run in trio's own threads, on a descriptor of their own, and do not hold up operations.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
 
 import msgspec
+import trio
+
+from fpfs.core.errors import CatalogError
+from fpfs.daemon.catalog_schema import (
+    DeviceRecord,
+    RootOwner,
+    create_database,
+    flush_directory,
+    open_database,
+)
+from fpfs.daemon.catalog_worker import Request, Transaction, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    import sqlite3
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Catalog", "CatalogStatistics", "DeviceRecord", "RootOwner", "Transaction"]
+
+Result = TypeVar("Result")
+Applied = TypeVar("Applied")
+Operation: TypeAlias = "Callable[[Transaction], Result]"
 
 
-class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as the catalog knows it: its number in layouts, its identity, its last path."""
+class CatalogStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the catalog was opened. Transactions without changes are not counted."""
 
-    number: int
-    device_id: str
-    path: str
-
-
-class RootOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Owner and permission bits of the root directory of a new filesystem."""
-
-    uid: int
-    gid: int
-    permissions: int = 0o755
+    transactions: int
+    operations: int
+    flushes: int
+    checkpoints: int
 
 
 class Catalog:
-    """`filesystem_id`, `object_base` (fresh at every open), `devices` are attributes."""
+    """An open catalog. Made by `open`; `filesystem_id`, `devices` and `object_base` are fixed."""
 
-    filesystem_id: str
-    object_base: int
-    devices: tuple[DeviceRecord, ...]
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        """Take over a connection made by `open_database`; use `Catalog.open` instead."""
+        self.path = path
+        values = dict(connection.execute("SELECT name, value FROM filesystem").fetchall())
+        self.filesystem_id = str(values["filesystem_id"])
+        self.object_base = int(values["object_base"]) + 1
+        """A number that no earlier mount had, from which object names are made."""
+        connection.execute(
+            "UPDATE filesystem SET value = ? WHERE name = 'object_base'", (self.object_base,)
+        )
+        self.devices = tuple(
+            DeviceRecord(number=number, device_id=device_id, path=device_path)
+            for number, device_id, device_path in connection.execute(
+                "SELECT number, device_id, path FROM devices ORDER BY number"
+            )
+        )
+        (self.inode_count_at_open,) = connection.execute("SELECT count(*) FROM inodes").fetchone()
+        # The descriptor must not be of the database file: closing one drops SQLite's POSIX locks.
+        self._log_descriptor = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        os.fsync(self._log_descriptor)
+        flush_directory(path.parent)
+        self._worker = Worker(connection, delivered=self._batch_delivered)
+        self._worker.start()
+        self._written = 0
+        self._durable = 0
+        self._operations = 0
+        self._flushes = 0
+        self._flush_lock = trio.Lock()
+        self._flush_error: OSError | None = None
+        self._written_event = trio.Event()
+        self._closed = False
 
     @staticmethod
     def format(
         path: Path, *, filesystem_id: str, devices: Sequence[DeviceRecord], root: RootOwner
     ) -> None:
-        """Make an empty catalog at `path` (durable on return). Blocks: call it in a thread."""
-        raise NotImplementedError
+        """Make an empty catalog at `path`, durable on return. Blocks.
+
+        Raises FileExistsError when there is one, `CatalogError` when it cannot be made.
+        """
+        create_database(path, filesystem_id=filesystem_id, devices=devices, root=root)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open and start the thread; takes a fresh object_base, durably. Blocks."""
-        raise NotImplementedError
+        """Open a catalog for this process alone and start its thread. Blocks.
+
+        Takes a fresh `object_base`, durably. Raises `CatalogMissing`, `CatalogTooNew`,
+        `CatalogBusy`, `CatalogError`.
+        """
+        path = Path(path)
+        return cls(path, open_database(path))
+
+    @overload
+    async def read(self, operation: Operation[Result]) -> Result: ...
+    @overload
+    async def read(
+        self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
+    ) -> Applied: ...
+    async def read(
+        self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Run an operation that changes nothing; returns or raises what it does.
+
+        `apply` is called with the result in trio's thread, in the order of operations, and returns
+        the result for the caller: for memory that must agree with the catalog.
+        """
+        return await self._submit(operation, apply, writes=False)
+
+    @overload
+    async def write(self, operation: Operation[Result]) -> Result: ...
+    @overload
+    async def write(
+        self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
+    ) -> Applied: ...
+    async def write(
+        self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Run an operation; returns or raises what it does, once it is in the -wal file.
+
+        The operation must only touch the transaction: it may run twice when the disk is full.
+        Cancellation is not delivered meanwhile, since the operation happens anyway.
+        """
+        if self._flush_error is not None:
+            raise CatalogError(f"the catalog was stopped by a failed flush: {self._flush_error}")
+        return await self._submit(operation, apply, writes=True)
+
+    async def _submit(
+        self, operation: Operation[Any], apply: Callable[[Any], Any] | None, *, writes: bool
+    ) -> Any:
+        if self._closed:
+            raise CatalogError("the catalog is closed")
+        task = trio.lowlevel.current_task()
+        self._worker.submit(Request(operation, apply, task, writes=writes))
+        return await trio.lowlevel.wait_task_rescheduled(_refuse_cancellation)
+
+    def _batch_delivered(self, batch: Sequence[Request]) -> None:
+        """Count a batch before its tasks run (called in trio's thread)."""
+        self._operations += len(batch)
+        if any(request.writes for request in batch):
+            self._written += 1
+            self._written_event.set()
+
+    @property
+    def all_durable(self) -> bool:
+        """Whether everything that was answered so far would survive power loss."""
+        return self._durable == self._written
+
+    async def wait_written(self) -> None:
+        """Return when there is something that is not durable yet."""
+        while self.all_durable:
+            self._written_event = trio.Event()
+            await self._written_event.wait()
 
     async def make_durable(self) -> None:
-        raise NotImplementedError
+        """Make everything that was answered before this call survive power loss.
+
+        Callers that come while a flush runs share the next one. Raises `CatalogError`.
+        """
+        target = self._written
+        async with self._flush_lock:
+            if self._flush_error is not None:
+                raise CatalogError(f"the catalog cannot be flushed: {self._flush_error}")
+            if self._durable >= target:
+                return
+            covered = self._written
+            try:
+                await trio.to_thread.run_sync(os.fdatasync, self._log_descriptor)
+            except OSError as error:
+                self._flush_error = error
+                raise CatalogError(f"the catalog cannot be flushed: {error}") from error
+            self._flushes += 1
+            self._durable = covered
+
+    def statistics(self) -> CatalogStatistics:
+        """Return the counters."""
+        return CatalogStatistics(
+            transactions=self._written,
+            operations=self._operations,
+            flushes=self._flushes,
+            checkpoints=self._worker.checkpoints,
+        )
 
     async def close(self) -> None:
-        """Checkpoint and stop the thread."""
-        raise NotImplementedError
+        """Finish what is queued, copy the log into the database, stop the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._worker.stop)
+        os.close(self._log_descriptor)
+
+
+def _refuse_cancellation(_raise_cancel: object) -> trio.lowlevel.Abort:
+    return trio.lowlevel.Abort.FAILED

@@ -1,30 +1,50 @@
-"""Commit: the one module that orders durability. (Being written.)
+"""Commit: the one module that orders durability.
 
-The composition root does::
+A version is made safe in five steps, always in this order: (1) the engine drains the inode: all
+chunks written, (2) and flushed on their devices; (3) one transaction makes the version current,
+together with its neighbours in the queue; (4) the catalog's log is flushed, at once when somebody
+waits for it, else within `durable_within_s`; (5) only then the space of what was replaced is given
+back (`reclaim`).
 
-    inodes = InodeTable(catalog=catalog, engine=engine)
-    commit = Commit(catalog=catalog, engine=engine, inodes=inodes, ack=policy.ack)
-    namespace = Namespace(catalog=catalog, engine=engine, inodes=inodes, commit=commit,
-                          policy=policy, device_paths={number: path})
-    await commit.recover()                 # before the first request
-    nursery.start_soon(commit.run)         # until cancelled
-    async for event in engine.events():    # SyncWrite -> commit.sync_write(event)
-    ...
-    report = await commit.flush_all()      # fpfs-ctl flush, unmount: until all is durable
-    await namespace.close(); engine.close(); await catalog.close()
+Invariants:
+  * Versions become current in the order in which they were queued (close, rename, fsync), over
+    the whole mount; drains run side by side.
+  * A version is queued by the release of its last writable handle, by an fsync or synchronous
+    write, by a rename of pending content, or by a truncation without a handle; never by a FLUSH.
+  * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
+  * A failed drain leaves the previous version current and the bytes in the engine, which tells the
+    next write, fsync or close; the failure stays in `statistics` until the inode is committed.
+
+Concurrency: trio thread only. `run` holds all tasks: DRAINERS that drain queued entries in order,
+a sequencer that commits drained entries from the head of the queue, and one that flushes.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
+import trio
+
+from fpfs.core.policy import Acknowledge
+from fpfs.daemon.catalog_contents import Version, list_orphans, make_current
+from fpfs.daemon.reclaim import Reclaim
 
 if TYPE_CHECKING:
-    from fpfs.core.engine import Engine, SyncWrite
-    from fpfs.core.policy import Acknowledge
+    from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
-    from fpfs.daemon.inodes import InodeTable
+    from fpfs.daemon.inodes import Inode, InodeTable
+
+log = logging.getLogger(__name__)
+
+DRAINERS = 32
+"""Inodes drained side by side."""
+
+VERSIONS_MAX = 256
+"""Versions made current in one transaction."""
 
 
 class CommitFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,39 +61,297 @@ class CommitStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pending: int
     committed: int
     transactions: int
-    removals_pending: int
+    removals_pending: bool
     failures: tuple[CommitFailure, ...]
 
 
+class _Entry:
+    """One version on its way; `done` is set when it is current or given up."""
+
+    __slots__ = ("done", "drained", "error", "inode", "last", "locked", "snapshot", "started")
+
+    def __init__(self, inode: Inode, *, last: bool) -> None:
+        self.inode = inode
+        self.last = last
+        self.started = False
+        self.drained = False
+        self.locked = False
+        self.snapshot: Snapshot | None = None
+        self.error: OSError | None = None
+        self.done = trio.Event()
+
+
 class Commit:
+    """The queue of versions and the tasks that make them current and durable."""
+
     def __init__(
         self,
         *,
         catalog: Catalog,
         engine: Engine,
         inodes: InodeTable,
-        ack: Acknowledge,
+        ack: Acknowledge = Acknowledge.EARLY,
         durable_within_s: float = 1.0,
     ) -> None:
-        raise NotImplementedError
+        """Start empty; nothing happens before `run`."""
+        self.ack = ack
+        self._catalog = catalog
+        self._engine = engine
+        self._inodes = inodes
+        self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
+        self._flush_delay_s = durable_within_s / 2
+        self._queue: deque[_Entry] = deque()
+        self._to_drain, self._drain_next = trio.open_memory_channel[_Entry](float("inf"))
+        self._progress = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
+        self._nursery: trio.Nursery | None = None
+        self._failures: dict[int, CommitFailure] = {}
+        self._committed = 0
+        self._transactions = 0
+        inodes.on_removable(self._reclaim.delete)
 
     async def recover(self) -> None:
-        raise NotImplementedError
+        """Delete what had no name when the last mount ended, and find removals it left undone."""
+        orphans = await self._catalog.read(list_orphans)
+        if orphans:
+            log.info("deleting %d inodes that were open without a name", len(orphans))
+        await self._reclaim.recover(orphans)
 
     async def run(self) -> None:
-        raise NotImplementedError
+        """Run all tasks until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for _ in range(DRAINERS):
+                nursery.start_soon(self._drain_entries)
+            nursery.start_soon(self._commit_in_order)
+            nursery.start_soon(self._flush_in_time)
+            nursery.start_soon(self._reclaim.run_deletions)
+            nursery.start_soon(self._reclaim.run_removals)
+
+    # What the namespace asks for.
+
+    def closed(self, inode: Inode) -> None:
+        """Queue the version of an inode whose last writable handle was released."""
+        self._enqueue(inode, last=True)
+
+    def truncated(self, inode: Inode) -> None:
+        """Queue an inode that was changed without a writable handle."""
+        self._enqueue(inode, last=True)
+
+    async def make_current(self, inode: Inode) -> None:
+        """Commit what was written so far; everything queued before is committed first.
+
+        Raises the OSError that the drain or the catalog met.
+        """
+        entry = None
+        if self._inodes.refresh(inode):
+            entry = self._enqueue(inode, last=inode.writers == 0)
+        elif inode.pending:
+            entry = self._last_entry(inode)
+        if entry is not None:
+            await entry.done.wait()
+            if entry.error is not None:
+                raise entry.error
+
+    async def make_durable(self, inode: Inode) -> None:
+        """Commit what was written so far and make it survive power loss, as fsync(2)."""
+        await self.make_current(inode)
+        await self._catalog.make_durable()
+
+    async def make_names_durable(self) -> None:
+        """Make all names, and every version queued so far, survive power loss, as fsync(dir)."""
+        if self._queue:
+            await self._queue[-1].done.wait()
+        await self._catalog.make_durable()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no version is on its way."""
+        return not self._queue
 
     def sync_write(self, event: SyncWrite) -> None:
-        """Start what a write on an O_SYNC handle waits for; answers it through the engine."""
-        raise NotImplementedError
+        """Make a write on an O_SYNC handle durable and answer it."""
+        assert self._nursery is not None, "run() is running while requests are served"
+        self._nursery.start_soon(self._answer_sync_write, event)
+
+    async def _answer_sync_write(self, event: SyncWrite) -> None:
+        inode = self._inodes.cached(event.ino)
+        assert inode is not None, f"inode {event.ino} has an open handle, so it is in the table"
+        try:
+            await self.make_durable(inode)
+        except OSError as error:
+            self._engine.complete_write(event.ticket, error.errno or errno.EIO)
+        else:
+            self._engine.complete_write(event.ticket, 0)
+
+    # What the tools ask for.
 
     async def flush_all(self) -> tuple[CommitFailure, ...]:
-        """Commit everything, open files too, make it durable, give dead space back."""
-        raise NotImplementedError
+        """Commit everything, open files too, make it durable, give dead space back.
+
+        Returns the files whose last version could not be kept.
+        """
+        for inode in self._inodes:
+            if self._inodes.refresh(inode) and (inode.nlink or inode.handles):
+                self._enqueue(inode, last=inode.writers == 0)
+        await self.make_names_durable()
+        await self._reclaim.wait_idle()
+        return tuple(self._failures.values())
 
     async def wait_durable(self, ino: int) -> None:
-        """Return when the inode's content and names are durable; raises the drain's OSError."""
-        raise NotImplementedError
+        """Return when an inode has no writer and its content and names survive power loss.
+
+        Raises the OSError of a version that could not be kept, after another try.
+        """
+        inode = self._inodes.cached(ino)
+        while inode is not None and inode.writers:
+            await self._changed.park()
+        if inode is not None:
+            await self.make_current(inode)
+        await self._catalog.make_durable()
+
+    def released(self) -> None:
+        """Wake those who wait for writers: a handle was released."""
+        self._changed.unpark_all()
 
     def statistics(self) -> CommitStatistics:
-        raise NotImplementedError
+        """Return what is under way and what was done."""
+        return CommitStatistics(
+            pending=len(self._queue),
+            committed=self._committed,
+            transactions=self._transactions,
+            removals_pending=not self._reclaim.idle,
+            failures=tuple(self._failures.values()),
+        )
+
+    # The queue.
+
+    def _enqueue(self, inode: Inode, *, last: bool) -> _Entry:
+        """Queue an inode behind everything closed before it."""
+        tail = self._queue[-1] if self._queue else None
+        if tail is not None and tail.inode is inode and not tail.started:
+            # Nothing was queued in between, so committing both at once keeps the order.
+            tail.last = last
+            return tail
+        entry = _Entry(inode, last=last)
+        inode.users += 1
+        inode.pending += 1
+        self._queue.append(entry)
+        self._to_drain.send_nowait(entry)
+        return entry
+
+    def _last_entry(self, inode: Inode) -> _Entry | None:
+        for entry in reversed(self._queue):
+            if entry.inode is inode:
+                return entry
+        return None
+
+    async def _drain_entries(self) -> None:
+        """Drain queued entries, one after the other."""
+        async for entry in self._drain_next:
+            inode = entry.inode
+            await inode.lock.acquire()
+            entry.locked = True
+            entry.started = True
+            if inode.nlink or inode.handles:
+                try:
+                    entry.snapshot = await self._engine.drain(
+                        inode.ino, last=entry.last and inode.writers == 0
+                    )
+                except OSError as error:
+                    entry.error = error
+            # An inode without name and handle is about to be deleted: its bytes go nowhere.
+            entry.drained = True
+            if self._queue[0] is entry:
+                self._progress.set()
+
+    async def _commit_in_order(self) -> None:
+        """Commit drained entries from the head of the queue, many at once."""
+        while True:
+            batch: list[_Entry] = []
+            for entry in self._queue:
+                if not entry.drained or len(batch) == VERSIONS_MAX:
+                    break
+                batch.append(entry)
+            if not batch:
+                self._progress = trio.Event()
+                await self._progress.wait()
+                continue
+            await self._commit_batch([entry for entry in batch if entry.snapshot is not None])
+            for entry in batch:
+                self._queue.popleft()
+                self._finish(entry)
+            self._changed.unpark_all()
+
+    async def _commit_batch(self, batch: list[_Entry]) -> None:
+        """Make a batch of drained versions current, one by one if they fail together."""
+        if not batch:
+            return
+        try:
+            await self._store(batch)
+        except OSError as error:
+            if len(batch) == 1:
+                batch[0].error = error
+                return
+            for entry in batch:
+                await self._commit_batch([entry])
+
+    async def _store(self, batch: list[_Entry]) -> None:
+        """Run the transaction of a batch and tell the engine."""
+        versions = [self._version(entry) for entry in batch]
+        removal = await self._catalog.write(lambda t: make_current(t, versions))
+        self._transactions += 1
+        self._committed += len(batch)
+        for entry, version in zip(batch, versions, strict=True):
+            self._engine.committed(entry.inode.ino, version.snapshot.sequence)
+            if version.privileges_dropped:
+                entry.inode.drop_privileges()
+                self._engine.privileges_restored(entry.inode.ino)
+        self._reclaim.removals_recorded(removal)
+
+    def _version(self, entry: _Entry) -> Version:
+        """Return what the catalog stores of a drained entry.
+
+        Times are those of this moment and not of the drain, so that a utimens() which the catalog
+        has already is not undone.
+        """
+        assert entry.snapshot is not None, "only drained entries are stored"
+        attributes = self._engine.attributes(entry.inode.ino)
+        return Version(
+            ino=entry.inode.ino,
+            snapshot=entry.snapshot,
+            allocated_bytes=attributes.allocated_bytes,
+            mtime_ns=attributes.mtime_ns,
+            ctime_ns=attributes.ctime_ns,
+            privileges_dropped=attributes.privileges_dropped,
+        )
+
+    def _finish(self, entry: _Entry) -> None:
+        """Let go of an entry that is committed or given up."""
+        inode = entry.inode
+        if entry.error is not None:
+            self._record_failure(inode, entry.error)
+        else:
+            self._failures.pop(inode.ino, None)
+        inode.lock.release()
+        inode.pending -= 1
+        entry.done.set()
+        self._inodes.release(inode)
+
+    def _record_failure(self, inode: Inode, error: OSError) -> None:
+        message = f"inode {inode.ino} keeps its previous version, the new one failed: {error}"
+        log.error("%s", message)
+        self._failures[inode.ino] = CommitFailure(
+            ino=inode.ino, errno=error.errno or errno.EIO, message=message
+        )
+
+    async def _flush_in_time(self) -> None:
+        """Flush the catalog's log soon after anything was written to it."""
+        while True:
+            await self._catalog.wait_written()
+            await trio.sleep(self._flush_delay_s)
+            try:
+                await self._catalog.make_durable()
+            except OSError as error:
+                log.critical("names and versions are no longer made durable: %s", error)
+                return

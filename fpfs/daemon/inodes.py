@@ -1,14 +1,241 @@
-"""Inodes in memory. (Being written.)"""
+"""Inodes in memory: attributes of what the kernel knows, and who uses them.
+
+Invariants:
+  * An inode is in the table while the kernel holds references to it (`lookups`) or anything here
+    uses it (`users`: open handles, queued commits, operations under way). The root always is.
+  * What the catalog holds is applied to the table in the catalog's order (`apply` functions), so
+    the two agree. Size and times of a loaded inode are the engine's; `refresh` copies them.
+  * `unload` and deletion happen when `users` is 0 only; `lock` is held from the start of a drain
+    until its version is committed or given up, and around every truncation.
+
+Concurrency: trio thread only. Methods that are not coroutines are atomic for other tasks.
+"""
 
 from __future__ import annotations
 
+import stat
 from typing import TYPE_CHECKING
 
+import msgspec
+import trio
+
+from fpfs.core.engine import Layout
+from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
+from fpfs.daemon.catalog_contents import fetch_content
+from fpfs.daemon.catalog_schema import ROOT_INO
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
 
+_layout_decoder = msgspec.msgpack.Decoder(Layout)
+
+
+class Inode:
+    """One inode: stored attributes, and counts of who refers to it."""
+
+    __slots__ = (
+        "allocated_bytes",
+        "atime_ns",
+        "cached_generation",
+        "ctime_ns",
+        "generation",
+        "gid",
+        "handles",
+        "has_xattrs",
+        "ino",
+        "layout",
+        "lock",
+        "lookups",
+        "mode",
+        "mtime_ns",
+        "nlink",
+        "parent",
+        "pending",
+        "rdev",
+        "size",
+        "uid",
+        "users",
+        "writers",
+    )
+
+    def __init__(self, row: InodeRow) -> None:
+        """Take the attributes of a stored inode."""
+        self.ino = row.ino
+        self.mode = row.mode
+        self.uid = row.uid
+        self.gid = row.gid
+        self.nlink = row.nlink
+        self.size = row.size
+        self.allocated_bytes = row.allocated_bytes
+        self.atime_ns = row.atime_ns
+        self.mtime_ns = row.mtime_ns
+        self.ctime_ns = row.ctime_ns
+        self.rdev = row.rdev
+        self.parent = row.parent
+        self.layout = row.layout
+        self.has_xattrs = bool(row.has_xattrs)
+        self.lookups = 0
+        self.handles = 0
+        self.writers = 0
+        self.users = 0
+        self.pending = 0
+        """Commits of this inode that are queued or under way."""
+        self.generation = 0
+        """Changes whenever the content may have changed."""
+        self.cached_generation = -1
+        """Generation of the content that the kernel's page cache may hold."""
+        self.lock = trio.Semaphore(1, max_value=1)
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether this is a directory."""
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether this is a regular file, which alone has content in the engine."""
+        return stat.S_ISREG(self.mode)
+
+    def drop_privileges(self) -> None:
+        """Clear set-uid, and set-gid where the group may execute, as the catalog does it."""
+        self.mode &= ~stat.S_ISUID
+        if self.mode & stat.S_IXGRP:
+            self.mode &= ~stat.S_ISGID
+
 
 class InodeTable:
+    """All inodes in memory."""
+
     def __init__(self, *, catalog: Catalog, engine: Engine) -> None:
-        raise NotImplementedError
+        """Start empty."""
+        self._catalog = catalog
+        self._engine = engine
+        self._inodes: dict[int, Inode] = {}
+        self._on_removable: Callable[[Inode], None] | None = None
+        self.count = catalog.inode_count_at_open
+        """Inodes of the filesystem, in memory or not."""
+
+    def on_removable(self, remove: Callable[[Inode], None]) -> None:
+        """Register what deletes an inode that has no name, no user and no reference left."""
+        self._on_removable = remove
+
+    def __len__(self) -> int:
+        """Return how many inodes are in memory."""
+        return len(self._inodes)
+
+    def __iter__(self) -> Iterator[Inode]:
+        """Iterate over a copy: the table may change meanwhile."""
+        return iter(list(self._inodes.values()))
+
+    def cached(self, ino: int) -> Inode | None:
+        """Return an inode if it is in memory."""
+        return self._inodes.get(ino)
+
+    def adopt(self, row: InodeRow) -> Inode:
+        """Return the inode of a row just read or written; one in memory knows as much or more."""
+        inode = self._inodes.get(row.ino)
+        if inode is None:
+            inode = self._inodes[row.ino] = Inode(row)
+        return inode
+
+    async def get(self, ino: int) -> Inode:
+        """Return an inode, from the catalog if need be; `NoSuchEntry` when there is none.
+
+        The caller holds a reference of the kernel or takes `users` before its next await.
+        """
+        inode = self._inodes.get(ino)
+        if inode is not None:
+            return inode
+        return await self._catalog.read(lambda t: fetch_inode(t, ino), apply=self.adopt)
+
+    def refresh(self, inode: Inode) -> bool:
+        """Copy size and times of a loaded inode from the engine; returns whether it is dirty."""
+        if not inode.is_regular or not self._engine.loaded(inode.ino):
+            return False
+        attributes = self._engine.attributes(inode.ino)
+        inode.size = attributes.size
+        inode.allocated_bytes = attributes.allocated_bytes
+        inode.mtime_ns = attributes.mtime_ns
+        inode.ctime_ns = attributes.ctime_ns
+        if attributes.privileges_dropped:
+            inode.drop_privileges()
+        return attributes.dirty
+
+    def changed(self, inode: Inode, *, ctime_ns: int, mtime_ns: int | None = None) -> None:
+        """Set times after a change of the inode, in the engine too if it is loaded."""
+        inode.ctime_ns = ctime_ns
+        if mtime_ns is not None:
+            inode.mtime_ns = mtime_ns
+        if inode.is_regular and self._engine.loaded(inode.ino):
+            self._engine.set_times(inode.ino, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
+
+    async def load(self, inode: Inode) -> None:
+        """Make a regular file's committed content known to the engine.
+
+        The caller counts among `users`. `DamagedData` when it cannot be trusted.
+        """
+        if self._engine.loaded(inode.ino):
+            return
+        content = await self._catalog.read(lambda t: fetch_content(t, inode.ino))
+        if self._engine.loaded(inode.ino):
+            return
+        is_empty = inode.size == 0 and not content.segments
+        self._engine.load(
+            inode.ino,
+            size=inode.size,
+            mtime_ns=inode.mtime_ns,
+            ctime_ns=inode.ctime_ns,
+            inline=b"" if is_empty else content.inline,
+            segments=content.segments,
+            layout=decode_layout(inode.layout),
+        )
+
+    def release(self, inode: Inode) -> None:
+        """Give up one use; the last one lets the inode go where nothing else keeps it."""
+        inode.users -= 1
+        if inode.users == 0:
+            self.settle(inode)
+
+    def forget(self, ino: int, lookups: int) -> None:
+        """Take references of the kernel back."""
+        inode = self._inodes.get(ino)
+        if inode is None:
+            return
+        inode.lookups -= lookups
+        assert inode.lookups >= 0, f"inode {ino} forgotten more often than looked up"
+        if inode.lookups == 0:
+            self.settle(inode)
+
+    def settle(self, inode: Inode) -> None:
+        """Unload, delete or drop an inode, as far as nothing keeps it."""
+        if inode.users:
+            return
+        if inode.nlink == 0:
+            if inode.lookups == 0 and self._on_removable is not None:
+                self._on_removable(inode)
+            return
+        if inode.is_regular and self._engine.loaded(inode.ino):
+            if self.refresh(inode):
+                return
+            self._engine.unload(inode.ino)
+        if inode.lookups == 0 and inode.ino != ROOT_INO:
+            self._inodes.pop(inode.ino, None)
+
+    def removed(self, inode: Inode) -> None:
+        """Drop an inode that was deleted from the catalog."""
+        self._inodes.pop(inode.ino, None)
+        self.count -= 1
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """Return the stored form of a layout."""
+    return msgspec.msgpack.encode(layout)
+
+
+def decode_layout(stored: bytes | None) -> Layout:
+    """Return the layout of a stored regular file."""
+    assert stored is not None, "every regular file is made with a layout"
+    return _layout_decoder.decode(stored)

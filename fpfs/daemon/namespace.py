@@ -1,8 +1,45 @@
-"""The namespace: POSIX semantics over catalog, engine and commit. (Being written.)"""
+"""The namespace: what the filesystem's names and attributes mean, for a front end to serve.
+
+This module has lookup, attributes and space; the parts of a `Namespace` have the rest: `entries`
+(make, link, remove, rename), `files` (open files), `directories` (listing), `xattrs`.
+
+The front end is the kernel, with default_permissions: it has checked permission bits, ownership
+rules of chmod, chown and utimens, sticky directories, loops and mount boundaries, applied the umask
+and removed set-gid where it must, before a request comes here. What depends on stored state is done
+here: set-gid inheritance, losing set-uid and set-gid, link counts, times, and every error that
+concerns names.
+
+Times have nanoseconds. An access time is set when an inode is made and by utimens(); reading does
+not change it, as on a filesystem mounted noatime: reads never reach this module.
+
+POSIX access control lists are not kept; their attributes (`system.*`) are refused as unsupported,
+as on a filesystem mounted without them. `user.*`, `trusted.*` and `security.*` attributes are.
+
+Concurrency: trio thread only; nothing here blocks. Operations on one directory or inode may overlap
+as far as the kernel lets them; each is one transaction of the catalog.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from fpfs.core.errors import FpfsError, InvalidOperation, NameTooLong
+from fpfs.core.limits import NAME_BYTES_MAX
+from fpfs.daemon.catalog_attributes import (
+    Changes,
+    drop_privileges,
+    fetch_target,
+    store_attributes,
+)
+from fpfs.daemon.catalog_names import look_up
+from fpfs.daemon.namespace_directories import Directories
+from fpfs.daemon.namespace_entries import Entries
+from fpfs.daemon.namespace_files import Files
+from fpfs.daemon.namespace_xattrs import ExtendedAttributes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -11,11 +48,32 @@ if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_attributes import InodeRow
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.commit import Commit
-    from fpfs.daemon.inodes import InodeTable
+    from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.namespace_entries import Caller
+    from fpfs.daemon.namespace_files import Opened
+
+
+class Space(NamedTuple):
+    """Figures of statfs(2); blocks are of `block_bytes`."""
+
+    block_bytes: int
+    blocks: int
+    blocks_free: int
+    blocks_available: int
+    inodes: int
+    inodes_free: int
+    name_bytes_max: int
+
+
+SPACE_BLOCK_BYTES = 4096
 
 
 class Namespace:
+    """Names and attributes of one mounted filesystem."""
+
     def __init__(
         self,
         *,
@@ -26,8 +84,166 @@ class Namespace:
         policy: Policy,
         device_paths: Mapping[int, Path],
     ) -> None:
-        raise NotImplementedError
+        """Build the parts. `device_paths` are the device directories by number, for statfs."""
+        self._catalog = catalog
+        self._engine = engine
+        self._inodes = inodes
+        self._device_paths = dict(device_paths)
+        self.files = Files(engine=engine, inodes=inodes, commit=commit)
+        self.entries = Entries(
+            catalog=catalog, inodes=inodes, commit=commit, files=self.files, policy=policy
+        )
+        self.directories = Directories(catalog=catalog, inodes=inodes, commit=commit)
+        self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes)
 
-    async def close(self) -> None:
-        """Forget everything the kernel still knew (it is gone)."""
-        raise NotImplementedError
+    async def look_up(self, parent: int, name: bytes) -> Inode | None:
+        """Return the inode behind a name, with one more kernel reference, or None.
+
+        Raises `NameTooLong`.
+        """
+        if len(name) > NAME_BYTES_MAX:
+            raise NameTooLong(f"name of {len(name)} bytes, at most {NAME_BYTES_MAX} are possible")
+        if name in (b".", b".."):
+            inode = await self._inodes.get(parent)
+            if name == b"..":
+                inode = await self._inodes.get(inode.parent)
+            inode.lookups += 1
+            return inode
+        return await self._catalog.read(lambda t: look_up(t, parent, name), apply=self._looked_up)
+
+    def _looked_up(self, row: InodeRow | None) -> Inode | None:
+        if row is None:
+            return None
+        inode = self._inodes.adopt(row)
+        inode.lookups += 1
+        return inode
+
+    def forget(self, ino: int, lookups: int) -> None:
+        """Take references of the kernel back."""
+        self._inodes.forget(ino, lookups)
+
+    def refresh(self, inode: Inode) -> None:
+        """Bring size and times of an open inode up to date."""
+        self._inodes.refresh(inode)
+
+    async def get_attributes(self, ino: int) -> Inode:
+        """Return an inode with current attributes; `NoSuchEntry` when it is gone."""
+        inode = self._inodes.cached(ino) or await self._inodes.get(ino)
+        self._inodes.refresh(inode)
+        return inode
+
+    async def set_attributes(
+        self, ino: int, changes: Changes, *, size: int | None, caller: Caller
+    ) -> Inode:
+        """Change attributes, as chmod, chown, utimens and truncate do; returns the inode.
+
+        Raises `FileTooLarge`, `NoSpace`, `InvalidOperation` (a size for what has none).
+        """
+        inode = await self._inodes.get(ino)
+        if size is not None:
+            await self._truncate(inode, size, caller)
+        if size is None or any(change is not None for change in changes):
+            await self._store(inode, changes)
+        self._inodes.refresh(inode)
+        return inode
+
+    async def _truncate(self, inode: Inode, size: int, caller: Caller) -> None:
+        if not inode.is_regular:
+            raise InvalidOperation(f"inode {inode.ino} is no regular file and has no size")
+        await self.files.truncate(inode, size)
+        await self._lose_privileges(inode, caller)
+
+    async def _lose_privileges(self, inode: Inode, caller: Caller) -> None:
+        """Clear set-uid and set-gid after somebody without CAP_FSETID changed the content."""
+        before = inode.mode
+        if caller.uid != 0:
+            inode.drop_privileges()
+        if inode.mode != before:
+            await self._catalog.write(lambda t: drop_privileges(t, inode.ino))
+
+    async def open_file(self, ino: int, *, flags: int, caller: Caller) -> Opened:
+        """Open a regular file, truncated if the flags say so. Raises as `Files.open`."""
+        inode = self._inodes.cached(ino) or await self._inodes.get(ino)
+        opened = await self.files.open(inode, flags=flags)
+        if flags & os.O_TRUNC:
+            await self._lose_privileges(inode, caller)
+        return opened
+
+    async def _store(self, inode: Inode, changes: Changes) -> None:
+        """Store changed attributes, and what follows from them."""
+        ino = inode.ino
+        now_ns = time.time_ns()
+        drops = self._engine_dropped_privileges(inode)
+        owner_changes = changes.uid is not None or changes.gid is not None
+        if owner_changes and not inode.is_directory:
+            drops = True
+        # The engine first, and in the same step as the queueing: a commit that is queued behind
+        # takes its times from the engine.
+        self._inodes.changed(inode, ctime_ns=now_ns, mtime_ns=changes.mtime_ns)
+
+        def store(transaction: Transaction) -> None:
+            if drops:
+                drop_privileges(transaction, ino)
+            store_attributes(transaction, ino, changes, ctime_ns=now_ns)
+
+        def apply(_stored: None) -> None:
+            if drops:
+                inode.drop_privileges()
+            _apply_changes(inode, changes)
+
+        await self._catalog.write(store, apply=apply)
+
+    def _engine_dropped_privileges(self, inode: Inode) -> bool:
+        """Whether a write dropped privileges that the catalog still has; the caller stores it."""
+        if not inode.is_regular or not self._engine.loaded(inode.ino):
+            return False
+        if not self._engine.attributes(inode.ino).privileges_dropped:
+            return False
+        inode.drop_privileges()
+        self._engine.privileges_restored(inode.ino)
+        return True
+
+    async def read_link(self, ino: int) -> bytes:
+        """Return a symbolic link's target; `NoSuchEntry` when there is no such link."""
+        return await self._catalog.read(lambda t: fetch_target(t, ino))
+
+    async def measure_space(self) -> Space:
+        """Return size and free space of the devices, each backing filesystem counted once."""
+        measured = await trio.to_thread.run_sync(_measure, list(self._device_paths.values()))
+        return measured._replace(inodes=self._inodes.count + measured.inodes_free)
+
+    def close(self) -> None:
+        """Release what the kernel, which is gone, still held; `Commit.flush_all` comes after."""
+        self.files.close()
+        self.directories.close()
+        for inode in self._inodes:
+            self._inodes.forget(inode.ino, inode.lookups)
+
+
+def _apply_changes(inode: Inode, changes: Changes) -> None:
+    """Change an inode in memory as `store_attributes` did in the catalog."""
+    if changes.permissions is not None:
+        inode.mode = inode.mode & ~0o7777 | changes.permissions
+    if changes.uid is not None:
+        inode.uid = changes.uid
+    if changes.gid is not None:
+        inode.gid = changes.gid
+    if changes.atime_ns is not None:
+        inode.atime_ns = changes.atime_ns
+
+
+def _measure(paths: list[Path]) -> Space:
+    """Add up statvfs(3) of the filesystems below some directories (blocks: run in a thread)."""
+    filesystems = {os.stat(path).st_dev: os.statvfs(path) for path in paths}
+    if not filesystems:
+        raise FpfsError("no device directories to measure")
+    figures = filesystems.values()
+    return Space(
+        block_bytes=SPACE_BLOCK_BYTES,
+        blocks=sum(f.f_blocks * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
+        blocks_free=sum(f.f_bfree * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
+        blocks_available=sum(f.f_bavail * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
+        inodes=0,
+        inodes_free=sum(f.f_favail for f in figures),
+        name_bytes_max=NAME_BYTES_MAX,
+    )

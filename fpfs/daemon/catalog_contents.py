@@ -1,0 +1,201 @@
+"""Catalog operations on contents: load a version, make versions current, give dead space back.
+
+Invariants:
+  * A version becomes current in one transaction: size, times, map and objects together.
+  * Whatever a transaction takes out of use is entered into `removals` by the same transaction.
+
+Concurrency: every function runs in the catalog's thread, inside its transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.engine import ObjectId, Range
+from fpfs.core.errors import DamagedData
+from fpfs.daemon.catalog_attributes import drop_privileges
+from fpfs.daemon.catalog_schema import row_crc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fpfs.core.engine import Snapshot
+    from fpfs.daemon.catalog_worker import Transaction
+
+log = logging.getLogger(__name__)
+
+
+class Content(NamedTuple):
+    """The committed content of a file: itself, when small, or the segments of its map."""
+
+    inline: bytes | None
+    segments: list[tuple[int, bytes]]
+
+
+class Version(NamedTuple):
+    """A drained version that is to become current, with attributes that go with it."""
+
+    ino: int
+    snapshot: Snapshot
+    allocated_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    privileges_dropped: bool
+
+
+class Removal(NamedTuple):
+    """A row of `removals`: a range of an object, or the object when `count` is 0."""
+
+    id: int
+    device: int
+    object: int
+    block: int
+    count: int  # type: ignore[assignment]
+
+
+def fetch_content(transaction: Transaction, ino: int) -> Content:
+    """Return an inode's committed content; `DamagedData` when a row fails its checksum."""
+    row = transaction.execute("SELECT content, crc FROM inline WHERE ino = ?", (ino,)).fetchone()
+    if row is not None:
+        content, crc = row
+        if row_crc(ino, content=content) != crc:
+            raise DamagedData(f"inline content of inode {ino} fails its checksum")
+        return Content(content, [])
+    segments = []
+    for index, blob, crc in transaction.execute(
+        "SELECT segment, blob, crc FROM segments WHERE ino = ? ORDER BY segment", (ino,)
+    ):
+        if row_crc(ino, index, content=blob) != crc:
+            raise DamagedData(f"layout segment {index} of inode {ino} fails its checksum")
+        segments.append((index, blob))
+    return Content(None, segments)
+
+
+def make_current(transaction: Transaction, versions: Sequence[Version]) -> int:
+    """Make versions current, in their order; returns the largest removal made, or 0."""
+    removal = 0
+    for version in versions:
+        removal = max(removal, _make_one_current(transaction, version))
+    return removal
+
+
+def _make_one_current(transaction: Transaction, version: Version) -> int:
+    ino, snapshot = version.ino, version.snapshot
+    transaction.execute(
+        "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ? WHERE ino = ?",
+        (snapshot.size, version.allocated_bytes, version.mtime_ns, version.ctime_ns, ino),
+    )
+    if version.privileges_dropped:
+        drop_privileges(transaction, ino)
+    if snapshot.inline:
+        transaction.execute(
+            "INSERT OR REPLACE INTO inline VALUES (?, ?, ?)",
+            (ino, snapshot.inline, row_crc(ino, content=snapshot.inline)),
+        )
+    else:
+        transaction.execute("DELETE FROM inline WHERE ino = ?", (ino,))
+    if snapshot.inline is not None:
+        transaction.execute("DELETE FROM segments WHERE ino = ?", (ino,))
+    for index, blob in snapshot.segments:
+        _store_segment(transaction, ino, index, blob)
+    if snapshot.objects:
+        transaction.executemany(
+            "INSERT OR IGNORE INTO objects VALUES (?, ?, ?, ?)",
+            [(device, id_, ino, row_crc(device, id_, ino)) for device, id_ in snapshot.objects],
+        )
+    if not snapshot.dead and not snapshot.garbage:
+        return 0
+    transaction.executemany("DELETE FROM objects WHERE device = ? AND id = ?", snapshot.dead)
+    return max(
+        _record_removals(transaction, [Range(*dead, 0, 0) for dead in snapshot.dead]),
+        _record_removals(transaction, snapshot.garbage),
+    )
+
+
+def _store_segment(transaction: Transaction, ino: int, index: int, blob: bytes) -> None:
+    """Store one segment, or remove it when it describes nothing any more."""
+    if not blob:
+        transaction.execute("DELETE FROM segments WHERE ino = ? AND segment = ?", (ino, index))
+        return
+    transaction.execute(
+        "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?)",
+        (ino, index, blob, row_crc(ino, index, content=blob)),
+    )
+
+
+def _record_removals(transaction: Transaction, ranges: Iterable[Range]) -> int:
+    """Enter ranges (count 0: whole objects) to give back; returns the last row's number or 0."""
+    last = 0
+    for place in ranges:
+        last = transaction.take_number()
+        transaction.execute(
+            "INSERT INTO removals VALUES (?, ?, ?, ?, ?, ?)", (last, *place, row_crc(last, *place))
+        )
+    return last
+
+
+def delete_inodes(
+    transaction: Transaction, inodes: Sequence[tuple[int, Sequence[ObjectId]]]
+) -> int:
+    """Delete inodes that have no name, with all they hold; returns the largest removal or 0.
+
+    Each comes with the objects that the engine still held for it, committed or not.
+    """
+    removal = 0
+    for ino, held in inodes:
+        objects = {ObjectId(*identity) for identity in held}
+        for device, id_, crc in transaction.execute(
+            "SELECT device, id, crc FROM objects WHERE ino = ?", (ino,)
+        ):
+            if row_crc(device, id_, ino) == crc:
+                objects.add(ObjectId(device, id_))
+            else:
+                # Following a damaged row could delete another file's object.
+                log.error("object row (%d, %#x) of inode %d is damaged: left", device, id_, ino)
+        for table in ("objects", "segments", "inline", "xattrs", "inodes"):
+            transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
+        places = [Range(*identity, 0, 0) for identity in sorted(objects)]
+        removal = max(removal, _record_removals(transaction, places))
+    return removal
+
+
+def list_orphans(transaction: Transaction) -> list[int]:
+    """Return inodes without a name: what was open, or about to be deleted, when a mount ended."""
+    return [ino for (ino,) in transaction.execute("SELECT ino FROM inodes WHERE nlink = 0")]
+
+
+class Removals(NamedTuple):
+    """Some rows of what may go; `last` is the largest number looked at (0: nothing is left)."""
+
+    sound: list[Removal]
+    last: int
+
+
+def list_removals(transaction: Transaction, *, up_to: int, count: int) -> Removals:
+    """Return up to `count` rows of what may go, numbered `up_to` or less, oldest first."""
+    removals = []
+    last = 0
+    for *fields, crc in transaction.execute(
+        "SELECT id, device, object, block, count, crc FROM removals WHERE id <= ? "
+        "ORDER BY id LIMIT ?",
+        (up_to, count),
+    ):
+        last = fields[0]
+        if row_crc(*fields) != crc:
+            # Following it could delete a live object; not following it loses some space.
+            log.error("removal %d fails its checksum: it is not followed", fields[0])
+            continue
+        removals.append(Removal._make(fields))
+    return Removals(removals, last)
+
+
+def last_removal(transaction: Transaction) -> int:
+    """Return the largest number of a row in `removals`, or 0."""
+    (last,) = transaction.execute("SELECT coalesce(max(id), 0) FROM removals").fetchone()
+    return int(last)
+
+
+def forget_removals(transaction: Transaction, *, up_to: int) -> None:
+    """Drop rows of what is gone."""
+    transaction.execute("DELETE FROM removals WHERE id <= ?", (up_to,))

@@ -1,0 +1,219 @@
+"""The catalog's tables, its format version, and how a database file is made and opened.
+
+Invariants:
+  * `names.cookie`, `inodes.ino` and `removals.id` come from one counter that never repeats, so an
+    inode number is never reused and a directory offset never points to another entry's place.
+  * Rows that locate bytes (inline, segments, objects, removals) carry a CRC-32 over what they say
+    and whose it is, so that a damaged or misplaced row is found before it is followed.
+  * The -wal file is written before an operation is answered; it is flushed by `Catalog` only.
+
+Concurrency: the functions block; they run before trio starts, or in the catalog's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import struct
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FORMAT_VERSION = 1
+APPLICATION_ID = 0x46504653  # "FPFS"
+ROOT_INO = 1
+NUMBER_FIRST = 16
+"""First value of the counter; smaller ones are the root and the offsets of "." and ".."."""
+
+TABLES = (
+    """CREATE TABLE filesystem (
+        name TEXT PRIMARY KEY, value ANY NOT NULL) STRICT, WITHOUT ROWID""",
+    """CREATE TABLE devices (
+        number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL) STRICT""",
+    # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
+    # chunks of a regular file go, in MessagePack.
+    """CREATE TABLE inodes (
+        ino INTEGER PRIMARY KEY, mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
+        nlink INTEGER NOT NULL, size INTEGER NOT NULL, allocated_bytes INTEGER NOT NULL,
+        atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
+        rdev INTEGER NOT NULL, parent INTEGER NOT NULL, target BLOB, layout BLOB) STRICT""",
+    "CREATE INDEX orphans ON inodes (ino) WHERE nlink = 0",
+    # The second index carries the cookie (a rowid) behind the parent: the order of readdir.
+    """CREATE TABLE names (
+        cookie INTEGER PRIMARY KEY, parent INTEGER NOT NULL, name BLOB NOT NULL,
+        ino INTEGER NOT NULL, type INTEGER NOT NULL) STRICT""",
+    "CREATE UNIQUE INDEX names_by_name ON names (parent, name)",
+    "CREATE INDEX names_by_parent ON names (parent)",
+    """CREATE TABLE xattrs (
+        ino INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL,
+        PRIMARY KEY (ino, name)) STRICT""",
+    """CREATE TABLE inline (
+        ino INTEGER PRIMARY KEY, content BLOB NOT NULL, crc INTEGER NOT NULL) STRICT""",
+    """CREATE TABLE segments (
+        ino INTEGER NOT NULL, segment INTEGER NOT NULL, blob BLOB NOT NULL, crc INTEGER NOT NULL,
+        PRIMARY KEY (ino, segment)) STRICT""",
+    """CREATE TABLE objects (
+        device INTEGER NOT NULL, id INTEGER NOT NULL, ino INTEGER NOT NULL, crc INTEGER NOT NULL,
+        PRIMARY KEY (device, id)) STRICT, WITHOUT ROWID""",
+    "CREATE INDEX objects_by_ino ON objects (ino)",
+    # What may go once the transaction that wrote the row is durable. count 0: the whole object.
+    """CREATE TABLE removals (
+        id INTEGER PRIMARY KEY, device INTEGER NOT NULL, object INTEGER NOT NULL,
+        block INTEGER NOT NULL, count INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT""",
+)
+
+
+class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One device as the catalog knows it: its number in layouts, its identity, its last path."""
+
+    number: int
+    device_id: str
+    path: str
+
+
+class RootOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Owner and permission bits of the root directory of a new filesystem."""
+
+    uid: int
+    gid: int
+    permissions: int = 0o755
+
+
+def row_crc(*numbers: int, content: bytes = b"") -> int:
+    """Return the checksum of a row that locates or holds bytes."""
+    return zlib.crc32(content, zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers)))
+
+
+def create_database(
+    path: Path, *, filesystem_id: str, devices: Sequence[DeviceRecord], root: RootOwner
+) -> None:
+    """Make an empty catalog at `path`, durable on return.
+
+    Raises FileExistsError when there is one, `CatalogError` when the file cannot be made.
+    """
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        connection.execute("PRAGMA page_size = 4096")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in TABLES:
+            connection.execute(statement)
+        _fill(connection, filesystem_id=filesystem_id, devices=devices, root=root)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.Error as error:
+        raise CatalogError(f"catalog {path} cannot be made: {error}") from error
+    finally:
+        connection.close()
+    flush_directory(path.parent)
+
+
+def _fill(
+    connection: sqlite3.Connection,
+    *,
+    filesystem_id: str,
+    devices: Sequence[DeviceRecord],
+    root: RootOwner,
+) -> None:
+    """Insert what an empty filesystem holds: its identity, its devices, its root directory."""
+    values = {"filesystem_id": filesystem_id, "object_base": 0, "next_number": NUMBER_FIRST}
+    connection.executemany("INSERT INTO filesystem VALUES (?, ?)", values.items())
+    connection.executemany(
+        "INSERT INTO devices VALUES (?, ?, ?)", [(d.number, d.device_id, d.path) for d in devices]
+    )
+    now = time.time_ns()
+    connection.execute(
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL)",
+        (
+            ROOT_INO,
+            stat.S_IFDIR | root.permissions,
+            root.uid,
+            root.gid,
+            now,
+            now,
+            now,
+            ROOT_INO,
+        ),
+    )
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open the catalog at `path` for this process alone and replay its log.
+
+    Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, or `CatalogError` for what is no sound
+    catalog. The connection may move to another thread; it must be used by one at a time.
+    """
+    if not path.exists():
+        raise CatalogMissing(f"there is no catalog at {path}: format the devices first")
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=0,
+        cached_statements=256,
+    )
+    try:
+        _take(connection)
+        _check_format(connection, path)
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            raise CatalogBusy(f"catalog {path} is in use by another process") from error
+        raise CatalogError(f"catalog {path} cannot be opened: {error}") from error
+    except sqlite3.Error as error:
+        connection.close()
+        raise CatalogError(f"catalog {path} is damaged: {error}") from error
+    except CatalogError:
+        connection.close()
+        raise
+    return connection
+
+
+def _take(connection: sqlite3.Connection) -> None:
+    """Set up a connection: alone, write-ahead log, no checkpoint and no flush on its own."""
+    # Exclusive before the first access: SQLite then keeps the log's index in its heap, and no
+    # other process can come between.
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute("PRAGMA cache_size = -16384")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    # Takes the lock now, so that a second process is refused at its mount and not later.
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("COMMIT")
+
+
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database that is not a catalog this program can write."""
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    if application_id != APPLICATION_ID:
+        raise CatalogError(f"{path} is not a catalog of fpfs")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > FORMAT_VERSION:
+        raise CatalogTooNew(
+            f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}: "
+            "mount it with a newer fpfs"
+        )
+
+
+def flush_directory(path: Path) -> None:
+    """Make a directory's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

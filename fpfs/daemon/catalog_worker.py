@@ -1,0 +1,266 @@
+"""The catalog's one thread: runs queued operations in order, several in one transaction.
+
+Invariants:
+  * An operation sees the effects of all operations queued before it and of none behind it.
+  * An operation's outcome is delivered after the transaction that holds it is in the -wal file.
+  * Outcomes are delivered, and their `apply` functions called, in the order of the operations:
+    tasks resume in any order, so what must agree with the catalog is changed by `apply`.
+  * An operation that fails takes back its own changes only.
+
+Concurrency: `submit` is called from the trio thread; everything prefixed with an underscore runs in
+the worker's thread, except `_deliver`, which trio runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sqlite3
+import threading
+from typing import TYPE_CHECKING, Any
+
+import outcome
+import trio
+
+from fpfs.core.errors import CatalogError, NoSpace, ReadOnly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+BATCH_MAX = 256
+"""Operations in one transaction at most: bounds how long the first of them waits."""
+
+NUMBERS_RESERVED = 4096
+"""Inode numbers and cookies taken from the counter's row at once."""
+
+IDLE_S = 0.2
+"""Quiet time after which the log is checkpointed."""
+
+CHANGES_IDLE = 512
+"""Changed rows below which an idle checkpoint is not worth its flushes."""
+
+CHANGES_MAX = 40_000
+"""Changed rows after which a checkpoint no longer waits for a quiet moment (about 100 MiB)."""
+
+
+class Transaction:
+    """What an operation gets: SQL, and fresh numbers."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        """Start behind the numbers that the database says may be in use."""
+        self.execute = connection.execute
+        self.executemany = connection.executemany
+        row = self.execute("SELECT value FROM filesystem WHERE name = 'next_number'").fetchone()
+        self._next = int(row[0])
+        self._limit = self._next
+
+    def take_number(self) -> int:
+        """Return a number that was never returned before in this filesystem."""
+        if self._next == self._limit:
+            self._limit += NUMBERS_RESERVED
+            self.execute(
+                "UPDATE filesystem SET value = ? WHERE name = 'next_number'", (self._limit,)
+            )
+        self._next += 1
+        return self._next - 1
+
+    def rolled_back(self) -> None:
+        """Write the counter again before the next number: its last change may be undone."""
+        self._limit = self._next
+
+
+class Request:
+    """One queued operation, what takes its result over, and the task that waits for it."""
+
+    __slots__ = ("apply", "operation", "outcome", "task", "writes")
+
+    def __init__(
+        self,
+        operation: Callable[[Transaction], Any],
+        apply: Callable[[Any], Any] | None,
+        task: trio.lowlevel.Task,
+        *,
+        writes: bool,
+    ) -> None:
+        """Keep what the worker needs."""
+        self.operation = operation
+        self.apply = apply
+        self.task = task
+        self.writes = writes
+        self.outcome: outcome.Outcome[Any] | None = None
+
+
+class Worker:
+    """Owner of the connection and its thread."""
+
+    def __init__(
+        self, connection: sqlite3.Connection, *, delivered: Callable[[Sequence[Request]], None]
+    ) -> None:
+        """Take over an open connection. `delivered` is called in trio's thread, in order."""
+        self._connection = connection
+        self._transaction = Transaction(connection)
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._delivered = delivered
+        self._trio_token: trio.lowlevel.TrioToken | None = None
+        self._changes_checkpointed = connection.total_changes
+        self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
+        self.checkpoints = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue an operation. Never blocks."""
+        if self._trio_token is None:
+            self._trio_token = trio.lowlevel.current_trio_token()
+        self._queue.put(request)
+
+    def stop(self) -> None:
+        """Run what is queued, checkpoint, close the connection, end the thread. Blocks."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Serve until `stop`."""
+        stopping = False
+        while not stopping:
+            batch, stopping = self._collect()
+            if batch:
+                self._run_batch(batch)
+                self._hand_over(batch)
+            if stopping or self._changes_since_checkpoint() > CHANGES_MAX:
+                self._checkpoint("TRUNCATE" if stopping else "PASSIVE")
+        self._connection.close()
+
+    def _collect(self) -> tuple[list[Request], bool]:
+        """Wait for operations; checkpoint when none come for a while."""
+        try:
+            first = self._queue.get(
+                timeout=IDLE_S if self._changes_since_checkpoint() > CHANGES_IDLE else None
+            )
+        except queue.Empty:
+            self._checkpoint("PASSIVE")
+            return [], False
+        batch: list[Request] = []
+        while first is not None:
+            batch.append(first)
+            if len(batch) == BATCH_MAX:
+                return batch, False
+            try:
+                first = self._queue.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _run_batch(self, batch: list[Request]) -> None:
+        """Fill in the outcome of every request."""
+        if not any(request.writes for request in batch):
+            for request in batch:
+                self._run_read(request)
+            return
+        try:
+            self._run_together(batch)
+        except sqlite3.Error as error:
+            # The transaction as a whole failed (a full disk, say). Each operation is given its own
+            # chance, so that those that free space, or change nothing, are not lost with others.
+            log.warning("catalog transaction of %d operations failed: %s", len(batch), error)
+            self._roll_back()
+            for request in batch:
+                self._run_alone(request)
+
+    def _run_together(self, batch: list[Request]) -> None:
+        """Run a batch in one transaction; sqlite3.Error when that did not become one."""
+        execute = self._connection.execute
+        execute("BEGIN IMMEDIATE")
+        for request in batch:
+            if not request.writes:
+                self._run_read(request)
+                continue
+            execute("SAVEPOINT operation")
+            request.outcome = outcome.capture(request.operation, self._transaction)
+            if isinstance(request.outcome, outcome.Error):
+                self._take_back(request)
+            execute("RELEASE operation")
+        execute("COMMIT")
+
+    def _take_back(self, request: Request) -> None:
+        """Undo a failed operation's changes, or raise when SQLite already undid more than that."""
+        if isinstance(request.outcome, outcome.Error):
+            error = request.outcome.error
+            if not self._connection.in_transaction:
+                raise error if isinstance(error, sqlite3.Error) else sqlite3.Error(str(error))
+            self._connection.execute("ROLLBACK TO operation")
+            self._transaction.rolled_back()
+            request.outcome = outcome.Error(_translated(error))
+
+    def _run_alone(self, request: Request) -> None:
+        """Run one request in its own transaction."""
+        if not request.writes:
+            self._run_read(request)
+            return
+        try:
+            self._run_together([request])
+        except sqlite3.Error as error:
+            self._roll_back()
+            request.outcome = outcome.Error(_translated(error))
+
+    def _run_read(self, request: Request) -> None:
+        """Run an operation that changes nothing."""
+        request.outcome = outcome.capture(request.operation, self._transaction)
+        if isinstance(request.outcome, outcome.Error):
+            request.outcome = outcome.Error(_translated(request.outcome.error))
+
+    def _roll_back(self) -> None:
+        """End a transaction that failed, if SQLite has not done so itself."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+        self._transaction.rolled_back()
+
+    def _changes_since_checkpoint(self) -> int:
+        return self._connection.total_changes - self._changes_checkpointed
+
+    def _checkpoint(self, mode: str) -> None:
+        """Copy the log into the database. A failure costs nothing but a longer log."""
+        try:
+            self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        except sqlite3.Error as error:
+            log.warning("catalog checkpoint failed, the log grows on: %s", error)
+        self._changes_checkpointed = self._connection.total_changes
+        self.checkpoints += 1
+
+    def _hand_over(self, batch: list[Request]) -> None:
+        """Let trio resume the waiting tasks."""
+        assert self._trio_token is not None, "submit() stores the token before it queues"
+        try:
+            self._trio_token.run_sync_soon(self._deliver, batch)
+        except trio.RunFinishedError:
+            log.debug("trio ended before %d catalog operations were answered", len(batch))
+
+    def _deliver(self, batch: list[Request]) -> None:
+        """Apply results in order and resume the tasks of a batch (in trio's thread)."""
+        self._delivered(batch)
+        for request in batch:
+            if request.apply is not None and isinstance(request.outcome, outcome.Value):
+                request.outcome = outcome.capture(request.apply, request.outcome.value)
+            assert request.outcome is not None, "a delivered request was run"
+            trio.lowlevel.reschedule(request.task, request.outcome)
+
+
+def _translated(error: BaseException) -> BaseException:
+    """Return the error of fpfs for what SQLite reports; other errors are returned as they are."""
+    if not isinstance(error, sqlite3.Error):
+        return error
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    kind: type[NoSpace | ReadOnly | CatalogError]
+    if code == sqlite3.SQLITE_FULL:
+        kind = NoSpace
+    elif code == sqlite3.SQLITE_READONLY:
+        kind = ReadOnly
+    else:
+        kind = CatalogError
+    translated = kind(f"the catalog answered: {error}")
+    translated.__cause__ = error
+    return translated

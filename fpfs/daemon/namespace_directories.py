@@ -1,0 +1,128 @@
+"""Open directories: listing with offsets that stay right while entries come and go.
+
+Invariants:
+  * An entry's offset is its cookie, which never changes while it stays in its directory and is
+    larger than that of every entry that was there before: an entry that stays is listed once.
+
+Concurrency: trio thread only. Entries of one batch are taken from one state of the catalog, and
+their inodes are held until the front end has taken its references.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.errors import NotADirectory, StaleHandle
+from fpfs.daemon.catalog_names import Entry, list_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.inodes import Inode, InodeTable
+
+OFFSET_SELF = 1
+OFFSET_PARENT = 2
+BATCH_ENTRIES = 64
+
+
+class Listed(NamedTuple):
+    """One entry of a listing; reading on continues behind `offset`."""
+
+    offset: int
+    name: bytes
+    inode: Inode
+
+
+class Directories:
+    """All open directories."""
+
+    def __init__(self, *, catalog: Catalog, inodes: InodeTable, commit: Commit) -> None:
+        """Start without open directories."""
+        self._catalog = catalog
+        self._inodes = inodes
+        self._commit = commit
+        self._handles: dict[int, Inode] = {}
+        self._numbers = itertools.count(1)
+
+    async def open(self, ino: int) -> int:
+        """Open a directory; returns its handle. Raises `NoSuchEntry`, `NotADirectory`."""
+        inode = await self._inodes.get(ino)
+        if not inode.is_directory:
+            raise NotADirectory(f"inode {ino} is not a directory")
+        inode.users += 1
+        inode.handles += 1
+        handle = next(self._numbers)
+        self._handles[handle] = inode
+        return handle
+
+    async def read(self, handle: int, offset: int, emit: Callable[[Listed], bool]) -> None:
+        """List entries behind `offset` (0: from the start) until `emit` returns False.
+
+        The kernel takes a reference of every entry that `emit` takes, but "." and "..".
+        """
+        directory = self._opened(handle)
+        if offset < OFFSET_SELF and not emit(Listed(OFFSET_SELF, b".", directory)):
+            return
+        if offset < OFFSET_PARENT:
+            parent = await self._inodes.get(directory.parent)
+            self._inodes.refresh(parent)
+            if not emit(Listed(OFFSET_PARENT, b"..", parent)):
+                return
+        wants_more = True
+        while wants_more:
+            # An empty batch ends the loop: there is nothing behind the offset.
+            offset, wants_more = await self._read_batch(directory, max(offset, 2), emit)
+
+    async def _read_batch(
+        self, directory: Inode, offset: int, emit: Callable[[Listed], bool]
+    ) -> tuple[int, bool]:
+        """List one batch; returns the offset reached and whether to go on."""
+        listed = await self._catalog.read(
+            lambda t: list_entries(t, directory.ino, after_cookie=offset, count=BATCH_ENTRIES),
+            apply=self._hold,
+        )
+        wants_more = len(listed) == BATCH_ENTRIES
+        try:
+            for entry in listed:
+                self._inodes.refresh(entry.inode)
+                if not emit(entry):
+                    return offset, False
+                entry.inode.lookups += 1
+                offset = entry.offset
+        finally:
+            for entry in listed:
+                self._inodes.release(entry.inode)
+        return offset, wants_more
+
+    def _hold(self, entries: list[Entry]) -> list[Listed]:
+        """Bring a batch's inodes into the table, used by the listing."""
+        listed = [Listed(e.cookie, e.name, self._inodes.adopt(e.row)) for e in entries]
+        for entry in listed:
+            entry.inode.users += 1
+        return listed
+
+    async def sync(self, handle: int) -> None:
+        """Make all names, and every version queued so far, durable, as fsync(2) of a directory."""
+        self._opened(handle)
+        await self._commit.make_names_durable()
+
+    def release(self, handle: int) -> None:
+        """Forget a handle."""
+        inode = self._opened(handle)
+        del self._handles[handle]
+        inode.handles -= 1
+        self._inodes.release(inode)
+
+    def close(self) -> None:
+        """Release every handle: the kernel is gone."""
+        for handle in list(self._handles):
+            self.release(handle)
+
+    def _opened(self, handle: int) -> Inode:
+        inode = self._handles.get(handle)
+        if inode is None:
+            raise StaleHandle(f"directory handle {handle} is not open")
+        return inode

@@ -1,0 +1,333 @@
+"""Entries: make, link, remove and rename names.
+
+Invariants:
+  * Attributes of directories in memory change when the catalog's transaction is delivered, in its
+    order, together with the inode that was made, linked or removed.
+  * A rename of content that is pending commits it first, so that after a crash the new name never
+    shows a content older than the one that was renamed.
+
+Concurrency: trio thread only. Checks and changes are one catalog transaction.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.errors import EntryExists, NameTooLong, NoSuchEntry
+from fpfs.core.limits import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from fpfs.core.policy import rotate_layouts
+from fpfs.daemon import catalog_names
+from fpfs.daemon.catalog_attributes import InodeRow
+from fpfs.daemon.catalog_names import NewInode, Removed, Renamed, RenameMode
+from fpfs.daemon.inodes import encode_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fpfs.core.policy import Policy
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.namespace_files import Files, Opened
+
+
+class Caller(NamedTuple):
+    """Who asks: the filesystem user and group of the calling process."""
+
+    uid: int
+    gid: int
+
+
+class Entries:
+    """Changes of names."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        inodes: InodeTable,
+        commit: Commit,
+        files: Files,
+        policy: Policy,
+    ) -> None:
+        """Place new files by `policy`."""
+        self._catalog = catalog
+        self._inodes = inodes
+        self._commit = commit
+        self._files = files
+        self._layouts = _stored_layouts(policy)
+
+    async def make_node(
+        self, parent: int, name: bytes, *, mode: int, rdev: int, caller: Caller
+    ) -> Inode:
+        """Make a file, fifo, socket or device node; returns it with one kernel reference.
+
+        Raises `EntryExists`, `NameTooLong`, `NoSuchEntry` (the directory was removed), `NoSpace`.
+        """
+        layout = next(self._layouts) if stat.S_ISREG(mode) else None
+        return await self._make(parent, name, caller, mode=mode, rdev=rdev, layout=layout)
+
+    async def make_directory(self, parent: int, name: bytes, *, mode: int, caller: Caller) -> Inode:
+        """Make a directory; returns it with one kernel reference. Raises as `make_node`."""
+        return await self._make(parent, name, caller, mode=mode)
+
+    async def make_symlink(
+        self, parent: int, name: bytes, *, target: bytes, caller: Caller
+    ) -> Inode:
+        """Make a symbolic link; returns it with one kernel reference. Raises as `make_node`."""
+        if len(target) > SYMLINK_BYTES_MAX:
+            raise NameTooLong(
+                f"link target of {len(target)} bytes, at most {SYMLINK_BYTES_MAX} are possible"
+            )
+        return await self._make(parent, name, caller, mode=stat.S_IFLNK | 0o777, target=target)
+
+    async def create(
+        self, parent: int, name: bytes, *, mode: int, flags: int, exclusive: bool, caller: Caller
+    ) -> tuple[Inode, Opened]:
+        """Make a regular file and open it; opens the one that exists unless `exclusive`.
+
+        Raises as `make_node` and `Files.open`.
+        """
+        mode = stat.S_IFREG | stat.S_IMODE(mode)
+        try:
+            inode = await self.make_node(parent, name, mode=mode, rdev=0, caller=caller)
+            flags &= ~os.O_TRUNC
+        except EntryExists:
+            if exclusive:
+                raise
+            inode = await self._find(parent, name)
+        try:
+            return inode, await self._files.open(inode, flags=flags)
+        except BaseException:
+            # The kernel learns of an error and not of the inode.
+            self._inodes.forget(inode.ino, 1)
+            raise
+
+    async def _find(self, parent: int, name: bytes) -> Inode:
+        def found(row: InodeRow | None) -> Inode:
+            if row is None:
+                raise NoSuchEntry(f"{name!r} was removed from directory {parent} meanwhile")
+            inode = self._inodes.adopt(row)
+            inode.lookups += 1
+            return inode
+
+        return await self._catalog.read(
+            lambda t: catalog_names.look_up(t, parent, name), apply=found
+        )
+
+    async def _make(
+        self,
+        parent: int,
+        name: bytes,
+        caller: Caller,
+        *,
+        mode: int,
+        rdev: int = 0,
+        target: bytes | None = None,
+        layout: bytes | None = None,
+    ) -> Inode:
+        _check_name(name)
+        directory = self._inodes.cached(parent) or await self._inodes.get(parent)
+        gid = caller.gid
+        if directory.mode & stat.S_ISGID:
+            gid = directory.gid
+            if stat.S_ISDIR(mode):
+                mode |= stat.S_ISGID
+        new = NewInode(mode, caller.uid, gid, rdev, time.time_ns(), target, layout)
+
+        def made(ino: int) -> Inode:
+            inode = self._inodes.adopt(_row_of(ino, parent, new))
+            inode.lookups += 1
+            self._inodes.count += 1
+            _names_changed(directory, new.now_ns, nlink_change=int(inode.is_directory))
+            return inode
+
+        return await self._catalog.write(
+            lambda t: catalog_names.make(t, parent, name, new), apply=made
+        )
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Inode:
+        """Give an inode another name; returns it with one more kernel reference.
+
+        Raises `EntryExists`, `NotPermitted`, `TooManyLinks`, `NoSuchEntry`, `NameTooLong`.
+        """
+        _check_name(name)
+        inode = await self._inodes.get(ino)
+        directory = await self._inodes.get(parent)
+        now_ns = time.time_ns()
+
+        def linked(_done: None) -> Inode:
+            inode.nlink += 1
+            inode.lookups += 1
+            self._inodes.changed(inode, ctime_ns=now_ns)
+            _names_changed(directory, now_ns)
+            return inode
+
+        return await self._catalog.write(
+            lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns), apply=linked
+        )
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Remove a name of anything but a directory.
+
+        Raises `NoSuchEntry`, `IsADirectory`, `NameTooLong`. The inode goes when nothing uses it.
+        """
+        _check_name(name)
+        directory = await self._inodes.get(parent)
+        now_ns = time.time_ns()
+
+        def unlinked(removed: Removed) -> Removed:
+            _names_changed(directory, now_ns)
+            self._lost_name(removed, now_ns)
+            return removed
+
+        await self._let_go(
+            await self._catalog.write(
+                lambda t: catalog_names.unlink(t, parent, name, now_ns=now_ns), apply=unlinked
+            )
+        )
+
+    async def remove_directory(self, parent: int, name: bytes) -> None:
+        """Remove an empty directory.
+
+        Raises `NoSuchEntry`, `NotADirectory`, `DirectoryNotEmpty`, `NameTooLong`.
+        """
+        _check_name(name)
+        directory = await self._inodes.get(parent)
+        now_ns = time.time_ns()
+
+        def unlinked(removed: Removed) -> Removed:
+            _names_changed(directory, now_ns, nlink_change=-1)
+            self._lost_name(removed, now_ns)
+            return removed
+
+        await self._let_go(
+            await self._catalog.write(
+                lambda t: catalog_names.remove_directory(t, parent, name, now_ns=now_ns),
+                apply=unlinked,
+            )
+        )
+
+    async def rename(
+        self, source: tuple[int, bytes], destination: tuple[int, bytes], mode: RenameMode
+    ) -> None:
+        """Move a name; each place is (directory, name). Meanings and errors as renameat2(2).
+
+        Waits until pending content of what moves is on the devices and current.
+        """
+        _check_name(source[1])
+        _check_name(destination[1])
+        await self._commit_pending(*source)
+        if mode is RenameMode.EXCHANGE:
+            await self._commit_pending(*destination)
+        from_directory = await self._inodes.get(source[0])
+        to_directory = await self._inodes.get(destination[0])
+        now_ns = time.time_ns()
+
+        def renamed(done: Renamed) -> Renamed:
+            self._renamed(done, from_directory, to_directory, now_ns)
+            return done
+
+        done = await self._catalog.write(
+            lambda t: catalog_names.rename(t, source, destination, mode=mode, now_ns=now_ns),
+            apply=renamed,
+        )
+        if done.replaced is not None:
+            await self._let_go(done.replaced)
+
+    async def _commit_pending(self, parent: int, name: bytes) -> None:
+        """Make content current that is renamed before it is committed."""
+        if self._commit.idle and not self._files.writers:
+            return
+        row = await self._catalog.read(lambda t: catalog_names.look_up(t, parent, name))
+        inode = None if row is None else self._inodes.cached(row.ino)
+        if inode is not None and inode.is_regular:
+            await self._commit.make_current(inode)
+
+    def _renamed(
+        self, done: Renamed, from_directory: Inode, to_directory: Inode, now_ns: int
+    ) -> None:
+        """Change the inodes in memory as the catalog's rename did."""
+        if done.unchanged:
+            return
+        _names_changed(from_directory, now_ns)
+        _names_changed(to_directory, now_ns)
+        self._moved(done.moved, done.moved_is_directory, from_directory, to_directory, now_ns)
+        if done.exchanged is not None:
+            self._moved(
+                done.exchanged, done.other_is_directory, to_directory, from_directory, now_ns
+            )
+        if done.replaced is not None:
+            if done.other_is_directory:
+                to_directory.nlink -= 1
+            self._lost_name(done.replaced, now_ns)
+
+    def _moved(
+        self, ino: int, is_directory: bool, origin: Inode, directory: Inode, now_ns: int
+    ) -> None:
+        """Account for one inode that went from one directory to another."""
+        if is_directory and origin is not directory:
+            origin.nlink -= 1
+            directory.nlink += 1
+        inode = self._inodes.cached(ino)
+        if inode is not None:
+            self._inodes.changed(inode, ctime_ns=now_ns)
+            if is_directory:
+                inode.parent = directory.ino
+
+    def _lost_name(self, removed: Removed, now_ns: int) -> None:
+        """Account for a removed name."""
+        inode = self._inodes.cached(removed.ino)
+        if inode is not None:
+            inode.nlink = removed.nlink
+            self._inodes.changed(inode, ctime_ns=now_ns)
+
+    async def _let_go(self, removed: Removed) -> None:
+        """Let an inode without a name be deleted if nothing uses it (nor the kernel knows it)."""
+        if removed.nlink == 0:
+            self._inodes.settle(await self._inodes.get(removed.ino))
+
+
+def _check_name(name: bytes) -> None:
+    """Refuse names that cannot be stored. The kernel refuses "", "." and ".."."""
+    if len(name) > NAME_BYTES_MAX:
+        raise NameTooLong(f"name of {len(name)} bytes, at most {NAME_BYTES_MAX} are possible")
+
+
+def _names_changed(directory: Inode, now_ns: int, *, nlink_change: int = 0) -> None:
+    """Change a directory in memory as a transaction on its names did."""
+    directory.mtime_ns = directory.ctime_ns = now_ns
+    directory.nlink += nlink_change
+
+
+def _row_of(ino: int, parent: int, new: NewInode) -> InodeRow:
+    """Return the row that `catalog_names.make` wrote."""
+    is_directory = stat.S_ISDIR(new.mode)
+    return InodeRow(
+        ino=ino,
+        mode=new.mode,
+        uid=new.uid,
+        gid=new.gid,
+        nlink=2 if is_directory else 1,
+        size=len(new.target or b""),
+        allocated_bytes=0,
+        atime_ns=new.now_ns,
+        mtime_ns=new.now_ns,
+        ctime_ns=new.now_ns,
+        rdev=new.rdev,
+        parent=parent if is_directory else 0,
+        layout=new.layout,
+        has_xattrs=False,
+    )
+
+
+def _stored_layouts(policy: Policy) -> Iterator[bytes]:
+    """Yield stored layouts for new files, without end."""
+    stored = {}
+    for layout in rotate_layouts(policy):
+        if layout not in stored:
+            stored[layout] = encode_layout(layout)
+        yield stored[layout]

@@ -1,0 +1,182 @@
+"""Open files: handles, truncation, and the points at which contents are committed.
+
+Invariants:
+  * The engine knows an inode's content and the handle before the kernel learns of the handle.
+  * `Inode.writers` counts writable handles; the release that brings it to 0 queues the version.
+
+Concurrency: trio thread only. An inode's `users` is raised before the first await of an operation
+that needs it loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.errors import FileTooLarge, StaleHandle
+from fpfs.core.limits import FILE_BYTES_MAX
+from fpfs.core.policy import Acknowledge
+
+if TYPE_CHECKING:
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.inodes import Inode, InodeTable
+
+
+class Opened(NamedTuple):
+    """An open file: its handle, and whether the kernel's page cache of it is still right."""
+
+    handle: int
+    keep_cache: bool
+
+
+class _Handle(NamedTuple):
+    inode: Inode
+    writable: bool
+
+
+class Files:
+    """All open files."""
+
+    def __init__(self, *, engine: Engine, inodes: InodeTable, commit: Commit) -> None:
+        """Start without open files."""
+        self._engine = engine
+        self._inodes = inodes
+        self._commit = commit
+        self._handles: dict[int, _Handle] = {}
+        self._numbers = itertools.count(1)
+        self.writers = 0
+        """Writable handles of all inodes."""
+
+    @property
+    def open_count(self) -> int:
+        """How many handles are open."""
+        return len(self._handles)
+
+    async def open(self, inode: Inode, *, flags: int) -> Opened:
+        """Open a regular file that the kernel refers to, truncating it if the flags say so.
+
+        Raises `DamagedData` when its map cannot be trusted, `NoSpace`.
+        """
+        inode.users += 1
+        handle = next(self._numbers)
+        try:
+            await self._inodes.load(inode)
+            self._engine.open(handle, inode.ino, flags=flags)
+            if flags & os.O_TRUNC:
+                await self._truncate_opened(handle, inode)
+        except BaseException:
+            self._inodes.release(inode)
+            raise
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        self._handles[handle] = _Handle(inode, writable)
+        inode.handles += 1
+        if writable:
+            inode.writers += 1
+            self.writers += 1
+        elif flags & os.O_TRUNC and inode.writers == 0:
+            self._commit.truncated(inode)
+        return Opened(handle, self._keep_cache(inode, writable=writable))
+
+    async def _truncate_opened(self, handle: int, inode: Inode) -> None:
+        try:
+            await self._truncate_locked(inode, 0)
+        except BaseException:
+            self._engine.release(handle)
+            raise
+
+    def _keep_cache(self, inode: Inode, *, writable: bool) -> bool:
+        """Whether pages that the kernel kept from an earlier open show the content as it is."""
+        if writable:
+            inode.generation += 1
+            return False
+        if inode.writers:
+            return False
+        keep = inode.cached_generation == inode.generation
+        inode.cached_generation = inode.generation
+        return keep
+
+    async def truncate(self, inode: Inode, size: int) -> None:
+        """Set a file's size; without a writable handle this is a version of its own.
+
+        Raises `FileTooLarge`, `NoSpace`, `DamagedData`.
+        """
+        if size > FILE_BYTES_MAX:
+            raise FileTooLarge(f"size {size}, at most {FILE_BYTES_MAX} bytes are possible")
+        inode.users += 1
+        try:
+            await self._inodes.load(inode)
+            await self._truncate_locked(inode, size)
+            if inode.writers == 0:
+                self._commit.truncated(inode)
+        finally:
+            self._inodes.release(inode)
+
+    async def _truncate_locked(self, inode: Inode, size: int) -> None:
+        """Truncate between drains and not during one."""
+        async with inode.lock:
+            await self._engine.truncate(inode.ino, size)
+            inode.generation += 1
+
+    async def flush(self, handle: int) -> None:
+        """Answer a close(2): report an error not reported yet; wait if the policy says so.
+
+        Nothing is committed by it when writes are acknowledged early: a FLUSH comes for every
+        descriptor that is closed, also for duplicates in the middle of a save. When the policy
+        promises durability at close, what the owner wrote so far is committed like by fsync.
+        """
+        opened = self._opened(handle)
+        if self._commit.ack is not Acknowledge.EARLY and opened.writable:
+            await self.sync(handle)
+        else:
+            self._raise_error(handle)
+
+    async def sync(self, handle: int) -> None:
+        """Make a file's content and attributes durable, as fsync(2), whatever handle is used."""
+        inode = self._opened(handle).inode
+        try:
+            await self._commit.make_durable(inode)
+        except OSError as error:
+            # The engine would report the same again: once is enough.
+            raise _io_error(self._engine.take_error(handle) or error.errno) from error
+        self._raise_error(handle)
+
+    def _raise_error(self, handle: int) -> None:
+        """Raise an I/O error that was found since the last report."""
+        code = self._engine.take_error(handle)
+        if code:
+            raise _io_error(code)
+
+    def release(self, handle: int) -> None:
+        """Forget a handle; the last writable one of a changed file queues its version."""
+        inode, writable = self._opened(handle)
+        del self._handles[handle]
+        self._engine.release(handle)
+        inode.handles -= 1
+        if writable:
+            inode.writers -= 1
+            self.writers -= 1
+            inode.generation += 1
+            # What has neither name nor handle is about to be deleted.
+            is_kept = inode.nlink or inode.handles
+            if inode.writers == 0 and self._inodes.refresh(inode) and is_kept:
+                self._commit.closed(inode)
+            self._commit.released()
+        self._inodes.release(inode)
+
+    def close(self) -> None:
+        """Release every handle: the kernel is gone."""
+        for handle in list(self._handles):
+            self.release(handle)
+
+    def _opened(self, handle: int) -> _Handle:
+        opened = self._handles.get(handle)
+        if opened is None:
+            raise StaleHandle(f"handle {handle} is not open")
+        return opened
+
+
+def _io_error(code: int | None) -> OSError:
+    """Return the builtin error for an errno."""
+    return OSError(code, os.strerror(code or 0))

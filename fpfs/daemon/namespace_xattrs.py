@@ -1,0 +1,79 @@
+"""Extended attributes: `user.*`, `trusted.*` and `security.*` are kept, `system.*` is refused.
+
+The kernel has checked who may see and set which namespace, and on which types of inode. `system.*`
+holds POSIX access control lists, which fpfs does not evaluate: keeping what is not obeyed would
+promise a protection that is not there. A change of content or owner that ends privileges removes
+`security.capability` with them.
+
+Concurrency: trio thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fpfs.core.errors import NameTooLong, NoAttribute, Unsupported, ValueTooLarge
+from fpfs.core.limits import XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX
+from fpfs.daemon.catalog_attributes import fetch_xattr, list_xattrs, remove_xattr, store_xattr
+
+if TYPE_CHECKING:
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.inodes import InodeTable
+
+
+class ExtendedAttributes:
+    """Extended attributes of inodes."""
+
+    def __init__(self, *, catalog: Catalog, inodes: InodeTable) -> None:
+        """Keep what is needed."""
+        self._catalog = catalog
+        self._inodes = inodes
+
+    async def get(self, ino: int, name: bytes) -> bytes:
+        """Return a value. Raises `NoAttribute`, `Unsupported`."""
+        _check_name(name)
+        inode = self._inodes.cached(ino) or await self._inodes.get(ino)
+        if not inode.has_xattrs:
+            # Asked by the kernel before writes (security.capability): without the catalog.
+            raise NoAttribute(f"inode {ino} has no attribute {name!r}")
+        return await self._catalog.read(lambda t: fetch_xattr(t, ino, name))
+
+    async def names(self, ino: int) -> list[bytes]:
+        """Return the names of an inode's attributes."""
+        inode = await self._inodes.get(ino)
+        if not inode.has_xattrs:
+            return []
+        return await self._catalog.read(lambda t: list_xattrs(t, ino))
+
+    async def set(self, ino: int, name: bytes, value: bytes) -> None:
+        """Set a value. Raises `Unsupported`, `ValueTooLarge`, `NoSpace`."""
+        _check_name(name)
+        if len(value) > XATTR_VALUE_BYTES_MAX:
+            raise ValueTooLarge(
+                f"attribute value of {len(value)} bytes, at most {XATTR_VALUE_BYTES_MAX}"
+            )
+        inode = await self._inodes.get(ino)
+        now_ns = time.time_ns()
+        # Before the write, so that a reader beside it does not miss it.
+        inode.has_xattrs = True
+        self._inodes.changed(inode, ctime_ns=now_ns)
+        await self._catalog.write(lambda t: store_xattr(t, ino, name, value, ctime_ns=now_ns))
+
+    async def remove(self, ino: int, name: bytes) -> None:
+        """Remove an attribute. Raises `NoAttribute`, `Unsupported`."""
+        _check_name(name)
+        inode = await self._inodes.get(ino)
+        now_ns = time.time_ns()
+        await self._catalog.write(
+            lambda t: remove_xattr(t, ino, name, ctime_ns=now_ns),
+            apply=lambda _removed: self._inodes.changed(inode, ctime_ns=now_ns),
+        )
+
+
+def _check_name(name: bytes) -> None:
+    """Refuse namespaces and names that are not kept."""
+    if name.startswith(b"system."):
+        raise Unsupported(f"attribute {name!r}: access control lists are not supported")
+    if len(name) > XATTR_NAME_BYTES_MAX:
+        raise NameTooLong(f"attribute name of {len(name)} bytes, at most {XATTR_NAME_BYTES_MAX}")

@@ -1,0 +1,154 @@
+"""Reclaim: deletes inodes that nothing refers to, and gives their space, and replaced space, back.
+
+Invariants:
+  * A range or object is given back only after the transaction that took it out of use is durable.
+  * What is to be given back is in the catalog's `removals` first, so that a crash loses no space;
+    giving something back twice is harmless, since places are never used again.
+
+Concurrency: trio thread only; used by `commit`, which runs the two tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from fpfs.core.engine import ObjectId, Range
+from fpfs.daemon.catalog_contents import (
+    delete_inodes,
+    forget_removals,
+    last_removal,
+    list_removals,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.inodes import Inode, InodeTable
+
+log = logging.getLogger(__name__)
+
+DELETIONS_MAX = 256
+"""Inodes deleted in one transaction."""
+
+REMOVALS_MAX = 1024
+"""Ranges given back between two transactions."""
+
+
+class Reclaim:
+    """Inodes to delete and space to give back."""
+
+    def __init__(self, *, catalog: Catalog, engine: Engine, inodes: InodeTable) -> None:
+        """Start empty; nothing happens before the tasks run."""
+        self._catalog = catalog
+        self._engine = engine
+        self._inodes = inodes
+        self._deletions: list[Inode] = []
+        self._deleting = False
+        self._deletions_event = trio.Event()
+        self._removal_recorded = 0
+        self._removal_done = 0
+        self._removals_event = trio.Event()
+        self._idle_lot = trio.lowlevel.ParkingLot()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to delete or give back."""
+        return not self._deletions and not self._deleting and self._nothing_to_remove
+
+    @property
+    def _nothing_to_remove(self) -> bool:
+        return self._removal_done >= self._removal_recorded
+
+    async def wait_idle(self) -> None:
+        """Return when everything known so far is deleted and given back, or has failed."""
+        while not self.idle:
+            await self._idle_lot.park()
+
+    async def recover(self, orphans: Sequence[int]) -> None:
+        """Delete inodes that an earlier mount left without a name, and take up its removals."""
+        for start in range(0, len(orphans), DELETIONS_MAX):
+            batch = [(ino, ()) for ino in orphans[start : start + DELETIONS_MAX]]
+            await self._catalog.write(partial(delete_inodes, inodes=batch))
+        self._inodes.count -= len(orphans)
+        self.removals_recorded(await self._catalog.read(last_removal))
+
+    def delete(self, inode: Inode) -> None:
+        """Delete an inode without name, user and kernel reference, soon."""
+        inode.users += 1  # Keeps it from being deleted twice.
+        self._deletions.append(inode)
+        self._deletions_event.set()
+
+    def removals_recorded(self, removal: int) -> None:
+        """Note that a transaction entered removals up to this number (0: none)."""
+        if removal > self._removal_recorded:
+            self._removal_recorded = removal
+            self._removals_event.set()
+
+    async def run_deletions(self) -> None:
+        """Delete inodes, many in one transaction."""
+        while True:
+            if not self._deletions:
+                self._idle_lot.unpark_all()
+                self._deletions_event = trio.Event()
+                await self._deletions_event.wait()
+            batch = self._deletions[:DELETIONS_MAX]
+            del self._deletions[:DELETIONS_MAX]
+            self._deleting = True
+            try:
+                await self._delete(batch)
+            except OSError as error:
+                # They have no name any more: the next mount deletes them.
+                log.error("%d inodes without a name cannot be deleted now: %s", len(batch), error)
+            self._deleting = False
+
+    async def _delete(self, batch: Sequence[Inode]) -> None:
+        deletions: list[tuple[int, Sequence[ObjectId]]] = []
+        for inode in batch:
+            held: Sequence[ObjectId] = ()
+            if inode.is_regular and self._engine.loaded(inode.ino):
+                held = await self._engine.drop(inode.ino)
+            deletions.append((inode.ino, held))
+        removal = await self._catalog.write(lambda t: delete_inodes(t, deletions))
+        for inode in batch:
+            self._inodes.removed(inode)
+        self.removals_recorded(removal)
+
+    async def run_removals(self) -> None:
+        """Give back what is recorded, after it is durable."""
+        while True:
+            if self._nothing_to_remove:
+                self._idle_lot.unpark_all()
+                self._removals_event = trio.Event()
+                await self._removals_event.wait()
+            target = self._removal_recorded
+            try:
+                await self._catalog.make_durable()
+                await self._remove(target)
+            except OSError as error:
+                # The rows stay: the next removal, or the next mount, tries again.
+                log.error("space of replaced contents cannot be given back now: %s", error)
+            self._removal_done = target
+
+    async def _remove(self, up_to: int) -> None:
+        """Give back removals with numbers up to `up_to`, oldest first."""
+        while True:
+            rows, last = await self._catalog.read(
+                lambda t: list_removals(t, up_to=up_to, count=REMOVALS_MAX)
+            )
+            if not last:
+                return
+            objects = [ObjectId(row.device, row.object) for row in rows if row.count == 0]
+            ranges = [
+                Range(row.device, row.object, row.block, row.count) for row in rows if row.count
+            ]
+            if ranges:
+                await self._engine.discard(ranges)
+            if objects:
+                await self._engine.remove_objects(objects)
+            await self._catalog.write(partial(forget_removals, up_to=last))
