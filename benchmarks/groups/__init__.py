@@ -1,0 +1,19 @@
+"""The groups of contenders, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.groups import loading, memory, names, parallel, saving, striping
+
+if TYPE_CHECKING:
+    from benchmarks.framework import Group
+
+GROUPS: tuple[Group, ...] = (
+    *saving.GROUPS,
+    *parallel.GROUPS,
+    *loading.GROUPS,
+    *striping.GROUPS,
+    *names.GROUPS,
+    *memory.GROUPS,
+)

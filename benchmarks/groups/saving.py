@@ -1,0 +1,187 @@
+"""One process saves: acknowledged early, with fsync, and at the speed of the device.
+
+Names that several contenders share: ``fpfs`` is plain torch.save to the mount, ``filesystem`` the
+same to the filesystem that the device directory lies on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.framework import Bound, Contender, Entry, Group, Missing, nothing
+from benchmarks.peers import fio
+from benchmarks.places import Bench, deepspeed_python, remove, state_bytes, sync
+from benchmarks.worker import Worker
+
+FILE = "state.pt"
+
+
+def saver(
+    name: str,
+    *,
+    worker: Worker,
+    path: Path,
+    total_bytes: int,
+    prepare: Callable[[], None] = nothing,
+    settle: Callable[[], None] = sync,
+    command: str = "save",
+    **options: Any,
+) -> Contender:
+    """A contender that saves `total_bytes` to `path`; GB/s. One round is played as warm-up."""
+
+    def play() -> float:
+        timing = worker.call(command, path=str(path), **options)
+        return total_bytes / timing.seconds / 1e9
+
+    prepare()
+    play()
+    settle()
+    return Contender(name=name, play=play, prepare=prepare, settle=settle)
+
+
+@contextlib.contextmanager
+def _early(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
+    total_bytes = state_bytes(tensors)
+    with (
+        bench.worker(tensors=tensors) as worker,
+        bench.plain() as plain,
+        bench.naive() as naive,
+        bench.fpfs() as mount,
+    ):
+        common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": False}
+        yield [
+            saver("/dev/null", path=Path("/dev/null"), **common),
+            saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
+            saver("filesystem", path=plain / FILE, **common),
+            saver("naive", path=naive / FILE, **common),
+        ]
+
+
+@contextlib.contextmanager
+def _synced(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
+    total_bytes = state_bytes(tensors)
+    with (
+        bench.worker(tensors=tensors) as worker,
+        bench.plain() as plain,
+        bench.naive() as naive,
+        bench.fpfs() as mount,
+    ):
+        common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": True}
+        yield [
+            saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
+            saver("filesystem", path=plain / FILE, **common),
+            saver("naive", path=naive / FILE, **common),
+        ]
+
+
+@contextlib.contextmanager
+def _device_speed(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": True}
+
+        def fresh(name: str, **options: Any) -> Contender:
+            path = mount.path / FILE
+
+            def prepare() -> None:
+                path.unlink(missing_ok=True)
+                mount.flush()
+
+            return saver(name, path=path, prepare=prepare, settle=mount.flush, **common, **options)
+
+        entries: list[Entry] = [
+            Contender(
+                name="fio",
+                play=lambda: fio.write_gb_per_s(plain, total_bytes=total_bytes),
+                settle=sync,
+            ),
+            fresh("fpfs, CRC32 off", crc32=False),
+            fresh("fpfs, legacy", legacy=True),
+            fresh("fpfs, zip"),
+        ]
+        entries += _deepspeed(bench, stack, plain, tensors=tensors)
+        yield entries
+
+
+def _deepspeed(
+    bench: Bench, stack: contextlib.ExitStack, plain: Path, *, tensors: int
+) -> list[Entry]:
+    python = deepspeed_python()
+    if isinstance(python, Missing):
+        return [python]
+    worker = stack.enter_context(bench.worker(tensors=tensors, python=python))
+    path = plain / "deepspeed.pt"
+    return [
+        saver(
+            f"DeepSpeed, {'legacy' if legacy else 'zip'}",
+            worker=worker,
+            path=path,
+            total_bytes=state_bytes(tensors),
+            prepare=lambda: remove(path),
+            command="save_deepspeed",
+            legacy=legacy,
+        )
+        for legacy in (False, True)
+    ]
+
+
+EARLY_BOUNDS = (
+    Bound(contender="fpfs", peer="/dev/null", figure=0.42),
+    Bound(contender="fpfs", peer="filesystem", figure=0.95),
+)
+SYNCED_BOUNDS = (Bound(contender="fpfs", peer="filesystem", figure=1.5),)
+DEVICE_BOUNDS = (
+    Bound(contender="fpfs, CRC32 off", peer="fio", figure=0.80),
+    Bound(contender="fpfs, legacy", peer="fio", figure=0.80),
+)
+
+GROUPS = (
+    Group(
+        name="save-early",
+        title="torch.save until it returns",
+        unit="GB/s",
+        open=lambda bench: _early(bench, bench.scale.tensors),
+        bounds=EARLY_BOUNDS,
+    ),
+    Group(
+        name="save-early-large",
+        title="torch.save of 4 x the arena until it returns",
+        unit="GB/s",
+        open=lambda bench: _early(bench, bench.scale.tensors_large),
+        bounds=EARLY_BOUNDS,
+    ),
+    Group(
+        name="save-fsync",
+        title="torch.save and fsync",
+        unit="GB/s",
+        open=lambda bench: _synced(bench, bench.scale.tensors),
+        bounds=SYNCED_BOUNDS,
+    ),
+    Group(
+        name="save-fsync-large",
+        title="torch.save of 4 x the arena and fsync",
+        unit="GB/s",
+        open=lambda bench: _synced(bench, bench.scale.tensors_large),
+        bounds=SYNCED_BOUNDS,
+    ),
+    Group(
+        name="save-device",
+        title="fresh file and fsync against the device",
+        unit="GB/s",
+        open=lambda bench: _device_speed(bench, bench.scale.tensors),
+        bounds=DEVICE_BOUNDS,
+    ),
+    Group(
+        name="save-device-large",
+        title="fresh file of 4 x the arena and fsync against the device",
+        unit="GB/s",
+        open=lambda bench: _device_speed(bench, bench.scale.tensors_large),
+        bounds=DEVICE_BOUNDS,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What fpfs is compared with: fio, a naive filesystem in Python, DeepSpeed's file writer."""

@@ -1,0 +1,42 @@
+"""fio's figure for a directory's devices: the speed that the hardware gives to a careful writer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+from benchmarks.framework import Unavailable
+
+NAME = "fpfs-bench-fio"
+
+
+def write_gb_per_s(directory: Path, *, total_bytes: int) -> float:
+    """Sequential direct writes of a fresh file, eight requests of 4 MiB in flight, fsync at the
+    end, which fio counts in its run time. GB/s.
+    """
+    if shutil.which("fio") is None:
+        raise Unavailable("fio is not installed (apt-get install fio)")
+    path = directory / NAME
+    path.unlink(missing_ok=True)
+    command = [
+        "fio",
+        f"--name={NAME}",
+        f"--filename={path}",
+        "--rw=write",
+        "--bs=4M",
+        "--iodepth=8",
+        "--direct=1",
+        "--end_fsync=1",
+        "--ioengine=io_uring",
+        f"--size={total_bytes}",
+        "--output-format=json",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    path.unlink()
+    write = json.loads(result.stdout)["jobs"][0]["write"]
+    if write["io_bytes"] != total_bytes:
+        raise RuntimeError(f"fio wrote {write['io_bytes']} of {total_bytes} bytes")
+    run_time_s = float(write["runtime"]) / 1000
+    return total_bytes / run_time_s / 1e9

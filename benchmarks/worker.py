@@ -1,0 +1,210 @@
+"""The process that saves and loads: a child of the benchmark, driven by JSON lines.
+
+Kept apart from the benchmark so that several can run at once, and so that the one that is timed
+has nothing else to do. Run with ``python -m benchmarks.worker``; another interpreter (one that has
+DeepSpeed) can run it too. `Worker` is the side of the benchmark.
+
+Invariants:
+  * Buffers are filled with random bytes, hence touched, before anything is timed.
+  * Times are read from CLOCK_MONOTONIC, which all processes of a machine share.
+
+Concurrency: one command at a time; `together` starts one in each of several workers.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TENSOR_BYTES = 64 * 1024 * 1024
+SMALL_BYTES = 4096
+STREAM_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When a command began and ended, in seconds of the machine's monotonic clock."""
+
+    started_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended_s - self.started_s
+
+
+class Worker:
+    """A running worker process."""
+
+    def __init__(self, *, python: Path | None = None) -> None:
+        root = Path(__file__).resolve().parent.parent
+        self._process = subprocess.Popen(
+            [str(python or sys.executable), "-m", "benchmarks.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"},
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def start(self, command: str, **arguments: Any) -> None:
+        """Begin a command without waiting for it."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        stdin.flush()
+
+    def finish(self) -> Timing:
+        """Wait for the command. RuntimeError with the worker's error, or if it died."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker process ended with status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the worker failed: {answer['error']}")
+        return Timing(started_s=answer["started_s"], ended_s=answer["ended_s"])
+
+    def call(self, command: str, **arguments: Any) -> Timing:
+        """Run a command to its end."""
+        self.start(command, **arguments)
+        return self.finish()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def together(workers: Sequence[Worker], command: str, **arguments: Sequence[Any]) -> float:
+    """One command in each worker at once; seconds from the first start to the last end.
+
+    Each argument is a sequence with one value for each worker.
+    """
+    for index, worker in enumerate(workers):
+        worker.start(command, **{name: values[index] for name, values in arguments.items()})
+    timings = [worker.finish() for worker in workers]
+    return max(t.ended_s for t in timings) - min(t.started_s for t in timings)
+
+
+# --- the worker's side ----------------------------------------------------------------------
+
+
+class Commands:
+    """What a worker can do. torch is imported by the first command that needs it."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+
+    def state(self, *, tensors: int) -> None:
+        """Make a state of `tensors` x 64 MiB random bytes."""
+        import numpy as np
+        import torch
+
+        torch.set_num_threads(1)  # one core saves or loads; the others belong to the filesystem
+        generator = np.random.default_rng(tensors)
+        self._state = {
+            f"layer{index}.weight": torch.from_numpy(
+                generator.integers(-(2**63), 2**63 - 1, TENSOR_BYTES // 8, dtype=np.int64)
+            )
+            for index in range(tensors)
+        }
+
+    def save(self, *, path: str, crc32: bool = True, legacy: bool = False, fsync: bool) -> None:
+        """Plain torch.save; `fsync` opens the file again and syncs it, as a careful user would."""
+        import torch
+
+        torch.serialization.set_crc32_options(crc32)
+        torch.save(self._state, path, _use_new_zipfile_serialization=not legacy)
+        if fsync:
+            self._sync(path)
+
+    def save_deepspeed(self, *, path: str, legacy: bool) -> None:
+        """torch.save into DeepSpeed's FastFileWriter, then fsync."""
+        from benchmarks.peers.deepspeed_writer import save
+
+        save(self._state, path, legacy=legacy)
+        self._sync(path)
+
+    def load(self, *, path: str, mmap: bool) -> None:
+        """torch.load, every tensor summed."""
+        import torch
+
+        torch.set_num_threads(1)
+        loaded = torch.load(path, mmap=mmap, weights_only=True)
+        total = 0
+        for tensor in loaded.values():
+            total ^= int(tensor.sum())
+
+    def small_files(self, *, directory: str, count: int) -> None:
+        """Create, write and close `count` files of 4 KiB."""
+        content = os.urandom(SMALL_BYTES)
+        for index in range(count):
+            fd = os.open(f"{directory}/{index:06d}", os.O_WRONLY | os.O_CREAT, 0o644)
+            os.write(fd, content)
+            os.close(fd)
+
+    def stat_often(self, *, path: str, count: int) -> None:
+        """Ask for one name's attributes `count` times."""
+        for _ in range(count):
+            os.stat(path)
+
+    def stream(self, *, path: str, total_bytes: int) -> None:
+        """Write one file in pieces of 16 MiB."""
+        content = os.urandom(STREAM_BYTES)
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(total_bytes // STREAM_BYTES):
+                file.write(content)
+
+    @staticmethod
+    def _sync(path: str) -> None:
+        fd = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _answer(commands: Commands, request: dict[str, Any]) -> dict[str, Any]:
+    action: Callable[..., None] = getattr(commands, request.pop("command"))
+    started_s = time.monotonic()
+    try:
+        action(**request)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return {"error": repr(error)}
+    ended_s = time.monotonic()
+    gc.collect()
+    return {"started_s": started_s, "ended_s": ended_s}
+
+
+def main() -> None:
+    """Answer requests from standard input until it ends."""
+    # Libraries print to standard output: what they print goes to standard error instead.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    commands = Commands()
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(commands, json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
