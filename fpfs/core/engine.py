@@ -15,10 +15,18 @@ for a device is a coroutine.
 
 from __future__ import annotations
 
+import errno as errno_module
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import trio
+
+from fpfs import _native
+
+crc32c = _native.crc32c
+"""CRC32C (Castagnoli) of a bytes object, by the processor where it can."""
 
 BLOCK_BYTES = 64 * 1024
 """Grain of the block map, of rewrites and of checksums, in bytes."""
@@ -219,3 +227,191 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop threads and free the arena. Dirty bytes must have been drained."""
+
+
+class NativeEngine:
+    """`Engine` over the native extension; `run` carries its events to whoever waits for them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._native = _native.open_engine(
+            devices=[(device.number, device.path) for device in config.devices],
+            arena_path=config.arena_path,
+            filesystem_id=config.filesystem_id,
+            staging_bytes=config.staging_bytes,
+            slot_bytes=config.slot_bytes,
+            depth=config.depth,
+            backend=config.backend,
+            channel_threads=config.channel_threads,
+            object_base=config.object_base,
+            reserve_bytes=config.reserve_bytes,
+            ack=config.ack,
+        )
+        self._waiting: dict[int, _Completion] = {}
+        self._send, self._receive = trio.open_memory_channel[Event](65536)
+        self._closed = False
+
+    async def run(self) -> None:
+        """Deliver completions and events until `close`; one task runs this."""
+        with self._send:
+            while not self._closed:
+                await trio.lowlevel.wait_readable(self._native.event_fd)
+                for event in self._native.take_events():
+                    self._deliver(event)
+
+    def _deliver(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("drained" | "done", ticket, error, *payload):
+                self._waiting.pop(ticket).set(error, payload[0] if payload else None)
+            case ("dropped", ticket, objects):
+                self._waiting.pop(ticket).set(0, objects)
+            case ("sync_write", ticket, ino):
+                self._send.send_nowait(SyncWrite(ticket, ino))
+            case ("log", level, message):
+                self._send.send_nowait(LogRecord(level, message))
+            case ("closed", error):
+                self._send.send_nowait(ChannelClosed(error))
+
+    async def _completion(self, ticket: int) -> Any:
+        """Wait for the event of `ticket`; its result is kept even when the waiter is cancelled."""
+        completion = _Completion()
+        self._waiting[ticket] = completion
+        await completion.event.wait()
+        if completion.error:
+            raise OSError(completion.error, os.strerror(completion.error))
+        return completion.payload
+
+    def load(
+        self,
+        ino: int,
+        *,
+        size: int,
+        mtime_ns: int,
+        ctime_ns: int,
+        inline: bytes | None,
+        segments: Sequence[tuple[int, bytes]],
+        layout: Layout,
+    ) -> None:
+        """See `Engine.load`."""
+        self._native.load(
+            ino,
+            size,
+            mtime_ns,
+            ctime_ns,
+            inline,
+            list(segments),
+            layout.chunk_bytes,
+            list(layout.devices),
+            layout.first,
+        )
+
+    def loaded(self, ino: int) -> bool:
+        """See `Engine.loaded`."""
+        return self._native.loaded(ino)
+
+    def unload(self, ino: int) -> None:
+        """See `Engine.unload`."""
+        self._native.unload(ino)
+
+    async def drop(self, ino: int) -> Sequence[ObjectId]:
+        """See `Engine.drop`."""
+        objects = await self._completion(self._native.drop(ino))
+        return [ObjectId(*key) for key in objects]
+
+    def open(self, handle: int, ino: int, *, flags: int) -> None:
+        """See `Engine.open`."""
+        self._native.open(handle, ino, flags)
+
+    def release(self, handle: int) -> None:
+        """See `Engine.release`."""
+        self._native.release(handle)
+
+    def attributes(self, ino: int) -> FileAttributes:
+        """See `Engine.attributes`."""
+        return FileAttributes(*self._native.attributes(ino))
+
+    def set_times(self, ino: int, *, mtime_ns: int | None, ctime_ns: int) -> None:
+        """See `Engine.set_times`."""
+        self._native.set_times(ino, mtime_ns, ctime_ns)
+
+    def privileges_restored(self, ino: int) -> None:
+        """See `Engine.privileges_restored`."""
+        self._native.privileges_restored(ino)
+
+    async def truncate(self, ino: int, size: int) -> None:
+        """See `Engine.truncate`."""
+        await self._completion(self._native.truncate(ino, size))
+
+    async def drain(self, ino: int, *, last: bool) -> Snapshot:
+        """See `Engine.drain`."""
+        fields = await self._completion(self._native.drain(ino, last))
+        sequence, size, mtime_ns, ctime_ns, inline, segments, objects, dead, garbage = fields
+        return Snapshot(
+            sequence,
+            size,
+            mtime_ns,
+            ctime_ns,
+            inline,
+            segments,
+            [ObjectId(*key) for key in objects],
+            [ObjectId(*key) for key in dead],
+            [Range(*entry) for entry in garbage],
+        )
+
+    def committed(self, ino: int, sequence: int) -> None:
+        """See `Engine.committed`."""
+        self._native.committed(ino, sequence)
+
+    async def discard(self, ranges: Sequence[Range]) -> None:
+        """See `Engine.discard`."""
+        await self._completion(self._native.discard([tuple(entry) for entry in ranges]))
+
+    async def remove_objects(self, objects: Sequence[ObjectId]) -> None:
+        """See `Engine.remove_objects`."""
+        await self._completion(self._native.remove_objects([tuple(key) for key in objects]))
+
+    def take_error(self, handle: int) -> int:
+        """See `Engine.take_error`."""
+        return self._native.take_error(handle)
+
+    def complete_write(self, ticket: int, errno: int) -> None:
+        """See `Engine.complete_write`."""
+        self._native.complete_write(ticket, errno)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """See `Engine.events`."""
+        async for event in self._receive:
+            yield event
+
+    def serve(self, fuse_fd: int) -> int:
+        """See `Engine.serve`."""
+        return self._native.serve(fuse_fd)
+
+    def statistics(self) -> Mapping[str, object]:
+        """See `Engine.statistics`."""
+        return self._native.statistics()
+
+    def close(self) -> None:
+        """See `Engine.close`; blocks until the device threads have ended."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._waiting:
+            for completion in self._waiting.values():
+                completion.set(errno_module.ESHUTDOWN, None)
+            self._waiting.clear()
+        self._native.close()
+
+
+class _Completion:
+    """The end of one native operation, for the task that waits for it."""
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.error = 0
+        self.payload: Any = None
+
+    def set(self, error: int, payload: Any) -> None:
+        """Store the result and wake the waiter."""
+        self.error = error
+        self.payload = payload
+        self.event.set()

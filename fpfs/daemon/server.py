@@ -341,8 +341,10 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
         server = Server(config=config, devices=devices, catalog=catalog, engine=engine)
-        try:
-            return await server.run(ready=functools.partial(ready, devices))
-        finally:
-            with trio.CancelScope(shield=True):
-                await server.close()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            try:
+                return await server.run(ready=functools.partial(ready, devices))
+            finally:
+                with trio.CancelScope(shield=True):
+                    await server.close()

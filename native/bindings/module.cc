@@ -1,7 +1,244 @@
 // The Python extension fpfs._native: the only place that knows Python.
+//
+// Threads: calls come from the interpreter's threads; the GIL is released wherever a native lock may
+//   be waited for. Nothing native calls back into Python: events are fetched with take_events().
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "channel.h"
+#include "crc32c.h"
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace fpfs;
+
+namespace {
+
+// Raises OSError(errno, message).
+[[noreturn]] void raise(const Status& status) {
+  const std::string message =
+      status.message().empty() ? std::strerror(status.error()) : status.message();
+  PyErr_SetObject(PyExc_OSError, nb::make_tuple(status.error(), message).ptr());
+  throw nb::python_error();
+}
+
+void check(const Status& status) {
+  if (!status.ok()) raise(status);
+}
+
+nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+std::string from_bytes(const nb::bytes& data) { return std::string(data.c_str(), data.size()); }
+
+std::shared_ptr<File> loaded(Engine& engine, uint64_t ino) {
+  std::shared_ptr<File> file = engine.file(ino);
+  if (file == nullptr) raise(Status(ENOENT, "inode " + std::to_string(ino) + " is not loaded"));
+  return file;
+}
+
+nb::tuple snapshot_tuple(const SnapshotData& data) {
+  nb::list segments;
+  for (const auto& [index, blob] : data.segments) {
+    segments.append(nb::make_tuple(index, to_bytes(blob)));
+  }
+  nb::list garbage;
+  for (const Extent& extent : data.garbage) {
+    garbage.append(nb::make_tuple(extent.place.device, extent.place.object,
+                                  extent.place.object_block, extent.count));
+  }
+  nb::object content = nb::none();
+  if (data.inline_content.has_value()) content = to_bytes(*data.inline_content);
+  return nb::make_tuple(data.sequence, data.size, data.mtime_ns, data.ctime_ns, content, segments,
+                        data.objects, data.dead, garbage);
+}
+
+// (kind, ticket or level or errno, payload...)
+nb::tuple event_tuple(const Event& event) {
+  return std::visit(
+      [](const auto& e) -> nb::tuple {
+        using T = std::decay_t<decltype(e)>;
+        if constexpr (std::is_same_v<T, DrainedEvent>) {
+          return nb::make_tuple("drained", e.ticket, e.error, snapshot_tuple(e.snapshot));
+        } else if constexpr (std::is_same_v<T, DroppedEvent>) {
+          return nb::make_tuple("dropped", e.ticket, e.objects);
+        } else if constexpr (std::is_same_v<T, DoneEvent>) {
+          return nb::make_tuple("done", e.ticket, e.error);
+        } else if constexpr (std::is_same_v<T, SyncWriteEvent>) {
+          return nb::make_tuple("sync_write", e.ticket, e.ino);
+        } else if constexpr (std::is_same_v<T, LogEvent>) {
+          return nb::make_tuple("log", e.level, e.message);
+        } else {
+          return nb::make_tuple("closed", e.error);
+        }
+      },
+      event);
+}
+
+nb::dict statistics(Engine& engine) {
+  nb::dict staging;
+  Arena& arena = engine.arena();
+  const uint64_t total = arena.data_bytes();
+  staging["bytes_total"] = total;
+  staging["bytes_used"] = total - arena.free_count() * arena.slot_bytes();
+  staging["pinned"] = arena.pinned();
+  nb::dict devices;
+  for (const auto& device : engine.devices()) {
+    const DeviceStatistics s = device->statistics();
+    nb::dict entry;
+    entry["bytes_written"] = s.bytes_written;
+    entry["bytes_read"] = s.bytes_read;
+    entry["in_flight"] = s.requests_in_flight;
+    entry["in_flight_max"] = s.requests_in_flight_max;
+    entry["queued"] = s.requests_queued;
+    entry["errors"] = s.errors;
+    entry["backend"] = s.io_uring ? "io_uring" : "threads";
+    entry["direct"] = s.direct;
+    entry["buffers_registered"] = s.buffers_registered;
+    entry["failed"] = engine.device_failed(device->number());
+    devices[nb::int_(device->number())] = entry;
+  }
+  nb::dict channel;
+  if (engine.channel() != nullptr) {
+    const ChannelStatistics& s = engine.channel()->statistics();
+    channel["writes"] = s.writes.load();
+    channel["write_bytes"] = s.write_bytes.load();
+    channel["writes_in_place"] = s.writes_in_place.load();
+    channel["writes_parked"] = s.writes_parked.load();
+    channel["writes_waiting"] = s.parked_now.load();
+    channel["reads"] = s.reads.load();
+    channel["read_bytes"] = s.read_bytes.load();
+    channel["relayed"] = s.relayed.load();
+  }
+  nb::dict result;
+  result["staging"] = staging;
+  result["devices"] = devices;
+  result["channel"] = channel;
+  return result;
+}
+
+EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
+                         std::string arena_path, std::string filesystem_id,
+                         uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
+                         const std::string& backend, uint32_t channel_threads,
+                         uint64_t object_base, uint64_t reserve_bytes, const std::string& ack) {
+  EngineConfig config;
+  config.devices = std::move(devices);
+  config.arena_path = std::move(arena_path);
+  config.filesystem_id = std::move(filesystem_id);
+  config.staging_bytes = staging_bytes;
+  config.slot_bytes = slot_bytes;
+  config.depth = depth;
+  config.backend = backend == "io_uring"  ? IoBackend::IoUring
+                   : backend == "threads" ? IoBackend::Threads
+                                          : IoBackend::Auto;
+  config.channel_threads = channel_threads;
+  config.object_base = object_base;
+  config.reserve_bytes = reserve_bytes;
+  config.ack = ack == "durable" ? Ack::Durable : ack == "close" ? Ack::Close : Ack::Early;
+  return config;
+}
+
+}  // namespace
 
 NB_MODULE(_native, module) {
-  module.doc() = "The native byte plane of fpfs.";
-  module.def("version", [] { return 1; }, "Version of the binding.");
+  module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
+  module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
+
+  nb::class_<Engine>(module, "Engine")
+      .def("__init__",
+           [](Engine*, nb::args) { throw nb::type_error("use fpfs._native.open_engine"); })
+      .def_prop_ro("event_fd", &Engine::event_fd)
+      .def("take_events",
+           [](Engine& engine) {
+             nb::list result;
+             for (const Event& event : engine.take_events()) result.append(event_tuple(event));
+             return result;
+           })
+      .def("load",
+           [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+              std::optional<nb::bytes> content,
+              const std::vector<std::pair<uint32_t, nb::bytes>>& segments, uint64_t chunk_bytes,
+              std::vector<uint16_t> devices, uint64_t first) {
+             std::optional<std::string> text;
+             if (content.has_value()) text = from_bytes(*content);
+             std::vector<std::pair<uint32_t, std::string>> blobs;
+             for (const auto& [index, blob] : segments) blobs.emplace_back(index, from_bytes(blob));
+             Placement placement{chunk_bytes, std::move(devices), first};
+             check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns,
+                               std::move(text), blobs));
+           })
+      .def("loaded", [](Engine& engine, uint64_t ino) { return engine.file(ino) != nullptr; })
+      .def("unload", [](Engine& engine, uint64_t ino) { check(engine.unload(ino)); })
+      .def("open", [](Engine& engine, uint64_t handle, uint64_t ino,
+                      uint32_t flags) { check(engine.open_handle(handle, ino, flags)); })
+      .def("release", &Engine::release_handle, nb::call_guard<nb::gil_scoped_release>())
+      .def("attributes",
+           [](Engine& engine, uint64_t ino) {
+             const File::Attributes a = loaded(engine, ino)->attributes();
+             return nb::make_tuple(a.size, a.allocated_bytes, a.mtime_ns, a.ctime_ns,
+                                   a.privileges_dropped, a.dirty);
+           })
+      .def("set_times",
+           [](Engine& engine, uint64_t ino, std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
+             loaded(engine, ino)->set_times(mtime_ns, ctime_ns);
+           }, nb::arg("ino"), nb::arg("mtime_ns").none(), nb::arg("ctime_ns"))
+      .def("privileges_restored",
+           [](Engine& engine, uint64_t ino) { loaded(engine, ino)->privileges_restored(); })
+      .def("take_error",
+           [](Engine& engine, uint64_t id) {
+             const std::shared_ptr<Handle> handle = engine.handle(id);
+             if (handle == nullptr) return 0;
+             const MutexLock lock(handle->mutex);
+             return handle->file->take_error(&handle->errors_seen);
+           })
+      .def("committed", [](Engine& engine, uint64_t ino,
+                           uint64_t sequence) { loaded(engine, ino)->committed(sequence); })
+      .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
+      .def("drop", &Engine::drop, nb::call_guard<nb::gil_scoped_release>())
+      .def("truncate", &Engine::truncate, nb::call_guard<nb::gil_scoped_release>())
+      .def("discard",
+           [](Engine& engine,
+              const std::vector<std::tuple<uint16_t, uint64_t, uint32_t, uint64_t>>& ranges) {
+             std::vector<Extent> extents;
+             for (const auto& [device, object, block, count] : ranges) {
+               extents.push_back(Extent{0, count, Place{object, block, device, false}});
+             }
+             return engine.discard(std::move(extents));
+           })
+      .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
+      .def("serve",
+           [](Engine& engine, int fd) {
+             Result<int> result = engine.serve(fd);
+             check(result.status());
+             return result.value();
+           })
+      .def("complete_write", &Engine::complete_write, nb::call_guard<nb::gil_scoped_release>())
+      .def("statistics", &statistics)
+      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+
+  module.def(
+      "open_engine",
+      [](std::vector<std::pair<uint16_t, std::string>> devices, std::string arena_path,
+         std::string filesystem_id, uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
+         const std::string& backend, uint32_t channel_threads, uint64_t object_base,
+         uint64_t reserve_bytes, const std::string& ack) {
+        Result<std::unique_ptr<Engine>> result = [&] {
+          const nb::gil_scoped_release release;
+          return Engine::open(make_config(std::move(devices), std::move(arena_path),
+                                          std::move(filesystem_id), staging_bytes, slot_bytes,
+                                          depth, backend, channel_threads, object_base,
+                                          reserve_bytes, ack));
+        }();
+        check(result.status());
+        return result.take();
+      },
+      nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
+      nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
+      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"),
+      nb::arg("ack"));
 }

@@ -194,10 +194,16 @@ uint64_t Arena::free_count() const {
   return free_.size();
 }
 
+uint64_t Arena::aged_count() const {
+  const MutexLock lock(mutex_);
+  return aged_;
+}
+
 void Arena::age_add(Slot* slot) {
   const MutexLock lock(mutex_);
   if (slot->aged) return;
   slot->aged = true;
+  ++aged_;
   slot->older = newest_;
   slot->newer = nullptr;
   (newest_ != nullptr ? newest_->newer : oldest_) = slot;
@@ -207,6 +213,7 @@ void Arena::age_add(Slot* slot) {
 void Arena::age_unlink(Slot* slot) {
   if (!slot->aged) return;
   slot->aged = false;
+  --aged_;
   (slot->older != nullptr ? slot->older->newer : oldest_) = slot->newer;
   (slot->newer != nullptr ? slot->newer->older : newest_) = slot->older;
   slot->older = slot->newer = nullptr;

@@ -100,6 +100,7 @@ class Arena {
   Slot* take() EXCLUDES(mutex_);
   void give(Slot* slot) EXCLUDES(mutex_);
   uint64_t free_count() const EXCLUDES(mutex_);
+  uint64_t aged_count() const EXCLUDES(mutex_);
 
   // The age list: attached, unsealed slots, oldest first, for write-out under pressure.
   void age_add(Slot* slot) EXCLUDES(mutex_);
@@ -145,6 +146,7 @@ class Arena {
   std::vector<Slot*> free_ GUARDED_BY(mutex_);
   Slot* oldest_ GUARDED_BY(mutex_) = nullptr;
   Slot* newest_ GUARDED_BY(mutex_) = nullptr;
+  uint64_t aged_ GUARDED_BY(mutex_) = 0;
   std::vector<uint32_t> free_handles_ GUARDED_BY(mutex_);
   std::vector<std::pair<uint64_t, uint32_t>> handles_ GUARDED_BY(mutex_);  // sorted by handle
 };

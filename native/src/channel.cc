@@ -1,0 +1,278 @@
+// Receiving: prediction, dispatch, replies, start and end of the connection.
+#include "channel.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "channel_write.h"
+
+namespace fpfs {
+namespace {
+
+constexpr size_t kParkedWritesMax = 16;  // landing buffers beside one for each channel thread
+constexpr int kSocketBufferBytes = 4 * 1024 * 1024;
+
+}  // namespace
+
+LandingPool::~LandingPool() {
+  for (char* buffer : free_) std::free(buffer);
+}
+
+char* LandingPool::take() {
+  MutexLock lock(mutex_);
+  while (free_.empty() && made_ == limit_ && !stopped_) given_.wait(mutex_);
+  if (stopped_) return nullptr;
+  if (free_.empty()) {
+    ++made_;
+    return static_cast<char*>(std::aligned_alloc(wire::kPageBytes, wire::kMaxWriteBytes));
+  }
+  char* buffer = free_.back();
+  free_.pop_back();
+  return buffer;
+}
+
+void LandingPool::give(char* buffer) {
+  const MutexLock lock(mutex_);
+  free_.push_back(buffer);
+  given_.notify_one();
+}
+
+void LandingPool::stop() {
+  const MutexLock lock(mutex_);
+  stopped_ = true;
+  given_.notify_all();
+}
+
+Channel::Channel(Engine& engine, int fuse_fd)
+    : engine_(engine),
+      fuse_fd_(fuse_fd),
+      landing_pool_(kParkedWritesMax + engine.config().channel_threads) {}
+
+Channel::~Channel() {
+  stop();
+  if (socket_ >= 0) ::close(socket_);
+  if (stop_fd_ >= 0) ::close(stop_fd_);
+  if (relay_fd_ >= 0) ::close(relay_fd_);
+  ::close(fuse_fd_);
+}
+
+Result<int> Channel::start(uint32_t threads) {
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) {
+    return Status::from_errno("socketpair");
+  }
+  stop_fd_ = eventfd(0, EFD_CLOEXEC);
+  relay_fd_ = eventfd(0, EFD_CLOEXEC);
+  if (stop_fd_ < 0 || relay_fd_ < 0) return Status::from_errno("eventfd");
+  // Several threads poll it: a request that another one took must not block this one.
+  if (fcntl(fuse_fd_, F_SETFL, fcntl(fuse_fd_, F_GETFL) | O_NONBLOCK) != 0) {
+    return Status::from_errno("/dev/fuse: O_NONBLOCK");
+  }
+  for (const int fd : pair) {
+    // Without CAP_NET_ADMIN the system's limit holds; replies are capped to fit in it.
+    if (setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &kSocketBufferBytes, sizeof(int)) != 0) {
+      setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSocketBufferBytes, sizeof(int));
+    }
+  }
+  socket_ = pair[0];
+  for (uint32_t i = 0; i < threads; ++i) {
+    threads_.push_back(start_thread("fpfs-channel-" + std::to_string(i),
+                                    [this, i] { receive_loop(static_cast<int>(i)); }));
+  }
+  threads_.push_back(start_thread("fpfs-relay", [this] { relay_loop(); }));
+  threads_.push_back(start_thread("fpfs-notify", [this] { notify_loop(); }));
+  return pair[1];
+}
+
+void Channel::stop() {
+  if (stopping_.exchange(true)) return;
+  landing_pool_.stop();
+  for (const int fd : {stop_fd_, relay_fd_}) {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(fd, &one, sizeof one);
+  }
+  {
+    const MutexLock lock(notify_mutex_);
+    notify_wanted_.notify_all();
+  }
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void Channel::connection_lost(int error) {
+  if (lost_.exchange(true)) return;
+  engine_.post(ClosedEvent{error});
+}
+
+// --- receiving ---
+
+void Channel::receive_loop(int thread) {
+  auto r = std::make_unique<Receiver>();
+  r->thread = thread;
+  r->lease.thread = thread;
+  r->landing = landing_pool_.take();
+  size_t received = 0;
+  while (r->landing != nullptr && receive(*r, &received)) {
+    dispatch(*r, received);
+    end_lease(*r);
+  }
+  end_lease(*r);
+  if (r->spare != nullptr) engine_.arena().give(r->spare);
+  if (r->landing != nullptr) landing_pool_.give(r->landing);
+}
+
+// One request into `head` and `payload`. False when the connection or the channel ends.
+bool Channel::receive(Receiver& r, size_t* received) {
+  pollfd wait[2] = {{fuse_fd_, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
+  for (;;) {
+    if (poll(wait, 2, -1) < 0 && errno != EINTR) return false;
+    if (stopping_) return false;
+    if (wait[0].revents == 0) continue;
+    predict(r);
+    iovec parts[5];
+    size_t count = 0;
+    parts[count++] = {r.head, sizeof r.head};
+    for (size_t i = 0; i < r.payload.count; ++i) {
+      parts[count++] = {r.payload.pieces[i].base, r.payload.pieces[i].length};
+    }
+    const ssize_t n = readv(fuse_fd_, parts, static_cast<int>(count));
+    if (n >= 0) {
+      *received = static_cast<size_t>(n);
+      return true;
+    }
+    const int error = errno;
+    end_lease(r);
+    if (error == ENODEV || (error != EINTR && error != EAGAIN && error != ENOENT)) {
+      connection_lost(error);
+      return false;
+    }
+  }
+}
+
+// Chooses where the next payload is to land: where the stream that follows now continues.
+void Channel::predict(Receiver& r) {
+  r.payload = Payload{};
+  size_t room = wire::kMaxWriteBytes;
+  const Stream& last = r.streams[r.last_stream];
+  const Stream& stream = r.streams[last.successor];
+  if (stream.file != nullptr) {
+    const uint64_t chunk_bytes = stream.file->chunk_bytes();
+    uint64_t offset = stream.next_offset;
+    char* at = nullptr;
+    if (const size_t n = std::min(room, stream.file->begin_lease(offset, &r.lease, &at)); n > 0) {
+      r.payload.add(at, n);
+      room -= n;
+      offset += n;
+    }
+    const bool continues = r.payload.count == 0 || offset % chunk_bytes == 0;
+    if (room > 0 && continues && chunk_bytes >= wire::kMaxWriteBytes) {
+      if (r.spare == nullptr) r.spare = engine_.arena().take();
+      if (r.spare != nullptr) {
+        const size_t n = std::min<uint64_t>(room, chunk_bytes - offset % chunk_bytes);
+        r.payload.add(r.spare->data + offset % chunk_bytes, n);
+      }
+    }
+  }
+  // The kernel wants room for its largest request, whatever comes.
+  r.payload.add(r.landing, wire::kMaxWriteBytes);
+}
+
+void Channel::note_write(Receiver& r, const std::shared_ptr<File>& file, uint64_t next_offset) {
+  size_t index = 0;
+  for (size_t i = 0; i < std::size(r.streams); ++i) {
+    if (r.streams[i].file == file) {
+      index = i;
+      break;
+    }
+    if (r.streams[i].used < r.streams[index].used) index = i;
+  }
+  Stream& stream = r.streams[index];
+  if (stream.file != file) {
+    stream.file = file;
+    stream.successor = index;
+  }
+  stream.next_offset = next_offset;
+  stream.used = ++r.clock;
+  if (r.streams[r.last_stream].file != nullptr) r.streams[r.last_stream].successor = index;
+  r.last_stream = index;
+}
+
+// The file is being flushed or closed: its open slot must not stay lent.
+void Channel::forget_stream(Receiver& r, uint64_t ino) {
+  for (size_t i = 0; i < std::size(r.streams); ++i) {
+    Stream& stream = r.streams[i];
+    if (stream.file == nullptr || stream.file->ino() != ino) continue;
+    stream = Stream{};
+    stream.successor = i;
+  }
+}
+
+void Channel::end_lease(Receiver& r) {
+  if (r.lease.slot != nullptr) r.lease.file->end_lease(&r.lease);
+  r.lease.file.reset();
+}
+
+void Channel::dispatch(Receiver& r, size_t received) {
+  FuseRequest request;
+  if (!request.parse(r.head, received, r.payload)) {
+    engine_.log(40, "malformed request of " + std::to_string(received) + " bytes from the kernel");
+    return;
+  }
+  switch (request.opcode()) {
+    case FUSE_WRITE:
+      return handle_write(r, request);
+    case FUSE_READ:
+      return handle_read(request);
+    case FUSE_LSEEK:
+      return handle_lseek(request);
+    case FUSE_FALLOCATE:
+      return handle_fallocate(request);
+    case FUSE_COPY_FILE_RANGE:
+      return handle_copy(request);
+    case FUSE_INTERRUPT:
+      return handle_interrupt(request);
+    case FUSE_FLUSH:
+      forget_stream(r, request.nodeid());
+      return handle_flush(request);
+    case FUSE_BATCH_FORGET:
+      return relay_forgets(request);
+    case FUSE_RELEASE:
+    case FUSE_FSYNC:
+    case FUSE_SETATTR:
+      forget_stream(r, request.nodeid());
+      end_lease(r);
+      return relay(request);
+    default:
+      return relay(request);
+  }
+}
+
+// --- replies ---
+
+void Channel::reply(uint64_t unique, int error, const void* body, size_t body_bytes) {
+  fuse_out_header out{};
+  out.len = static_cast<uint32_t>(sizeof out + body_bytes);
+  out.error = -error;
+  out.unique = unique;
+  const iovec parts[2] = {{&out, sizeof out}, {const_cast<void*>(body), body_bytes}};
+  // ENOENT: the request was interrupted and is gone. ENODEV: the connection is. Nobody waits then.
+  if (writev(fuse_fd_, parts, body_bytes > 0 ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV) {
+    engine_.log(40, "reply to the kernel: " + std::string(std::strerror(errno)));
+  }
+}
+
+void Channel::reply_written(uint64_t unique, uint32_t bytes) {
+  fuse_write_out out{};
+  out.size = bytes;
+  reply(unique, 0, &out, sizeof out);
+}
+
+}  // namespace fpfs

@@ -1,0 +1,172 @@
+// The FUSE channel: /dev/fuse on one side, pyfuse3's socket on the other, file contents in between.
+//
+//   kernel ── /dev/fuse ──► channel threads ── WRITE, READ, FALLOCATE, LSEEK, ... answered here
+//                                │
+//                                └── everything else ──► seqpacket socket ──► pyfuse3
+//                                                   ◄── relay thread ◄── replies
+//
+// A channel thread receives with readv: 80 bytes of headers, then the payload where the running
+// stream's next bytes belong (leased part of the open slot, then a spare slot), then a landing buffer.
+// When the guess was right, the kernel's copy was the only one.
+//
+// Ownership: the channel owns both descriptors. Requests that wait own a landing buffer each; when
+//   those run out the threads stop receiving, so memory is bounded.
+// Threads: `threads` channel threads, one relay thread, one notifier. complete_write from any.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine.h"
+#include "fuse_request.h"
+#include "thread_annotations.h"
+
+namespace fpfs {
+
+// Page-aligned buffers of one largest payload each.
+class LandingPool {
+ public:
+  explicit LandingPool(size_t limit) : limit_(limit) {}
+  ~LandingPool();
+  char* take() EXCLUDES(mutex_);  // waits; null after stop()
+  void give(char* buffer) EXCLUDES(mutex_);
+  void stop() EXCLUDES(mutex_);
+
+ private:
+  const size_t limit_;
+  Mutex mutex_;
+  CondVar given_;
+  std::vector<char*> free_ GUARDED_BY(mutex_);
+  size_t made_ GUARDED_BY(mutex_) = 0;
+  bool stopped_ GUARDED_BY(mutex_) = false;
+};
+
+struct ChannelStatistics {
+  std::atomic<uint64_t> writes{0};
+  std::atomic<uint64_t> write_bytes{0};
+  std::atomic<uint64_t> writes_in_place{0};  // received where they belong
+  std::atomic<uint64_t> writes_parked{0};    // had to wait for staging or space
+  std::atomic<uint64_t> reads{0};
+  std::atomic<uint64_t> read_bytes{0};
+  std::atomic<uint64_t> relayed{0};  // requests that went to pyfuse3
+  std::atomic<uint64_t> parked_now{0};
+};
+
+class Channel {
+ public:
+  Channel(Engine& engine, int fuse_fd);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  // Starts the threads; the descriptor that pyfuse3 is to read.
+  Result<int> start(uint32_t threads);
+  // Closes the connection's descriptors and joins the threads.
+  void stop();
+  void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
+  const ChannelStatistics& statistics() const { return statistics_; }
+
+ private:
+  struct Stream {  // a sequence of writes that continue each other
+    std::shared_ptr<File> file;
+    uint64_t next_offset = 0;
+    size_t successor = 0;  // the stream whose write came after this one's last
+    uint64_t used = 0;
+  };
+  struct Receiver {  // a channel thread's state
+    int thread = 0;
+    char* landing = nullptr;
+    Slot* spare = nullptr;
+    Lease lease;
+    Payload payload;
+    Stream streams[8];
+    size_t last_stream = 0;
+    uint64_t clock = 0;
+    alignas(8) char head[wire::kWriteHeaderBytes];
+  };
+  struct ParkedWrite;
+  struct FuseRead;
+
+  void receive_loop(int thread);
+  bool receive(Receiver& r, size_t* received);
+  void predict(Receiver& r);
+  void note_write(Receiver& r, const std::shared_ptr<File>& file, uint64_t next_offset);
+  void forget_stream(Receiver& r, uint64_t ino);
+  void end_lease(Receiver& r);
+  void dispatch(Receiver& r, size_t received);
+
+  void handle_write(Receiver& r, const FuseRequest& request);
+  void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
+  bool attempt(ParkedWrite& write);
+  void finish_write(const ParkedWrite& write, int error);
+  void handle_read(const FuseRequest& request);
+  bool start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
+                  uint32_t size);
+  void handle_flush(const FuseRequest& request);
+  void handle_lseek(const FuseRequest& request);
+  void handle_fallocate(const FuseRequest& request);
+  void allocate_until_done(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
+                           uint64_t length, bool keep_size);
+  void handle_copy(const FuseRequest& request);
+  void copy_range(uint64_t unique, const std::shared_ptr<File>& from, uint64_t from_offset,
+                  const std::shared_ptr<File>& to, uint64_t to_offset, uint64_t length);
+  void handle_interrupt(const FuseRequest& request);
+  bool interrupted_waits() EXCLUDES(parked_mutex_);
+
+  void relay(const FuseRequest& request);
+  void relay_forgets(const FuseRequest& request);
+  void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
+  void relay_loop();
+  bool relay_replies();
+  void flush_backlog() EXCLUDES(relay_mutex_);
+  void patch_open_reply(char* message, size_t bytes, size_t open_offset);
+
+  void notify_loop();
+  void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
+
+  void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
+  void reply_written(uint64_t unique, uint32_t bytes);
+  void connection_lost(int error);
+
+  Engine& engine_;
+  const int fuse_fd_;
+  int socket_ = -1;
+  int stop_fd_ = -1;   // readable from stop() on
+  int relay_fd_ = -1;  // wakes the relay thread
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> lost_{false};
+  LandingPool landing_pool_;
+  ChannelStatistics statistics_;
+  std::vector<std::thread> threads_;
+
+  // Relayed requests whose reply is looked at: unique -> opcode.
+  Mutex relay_mutex_;
+  std::unordered_map<uint64_t, uint32_t> watched_ GUARDED_BY(relay_mutex_);
+  fuse_init_in kernel_init_ GUARDED_BY(relay_mutex_){};
+  std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
+
+  Mutex sync_mutex_;
+  std::unordered_map<uint64_t, std::pair<uint64_t, uint32_t>> sync_writes_
+      GUARDED_BY(sync_mutex_);  // ticket -> unique, bytes
+
+  Mutex parked_mutex_;
+  std::unordered_map<uint64_t, std::shared_ptr<ParkedWrite>> parked_
+      GUARDED_BY(parked_mutex_);  // by unique
+
+  struct Notification {
+    uint64_t ino;
+    std::function<void()> then;
+  };
+  Mutex notify_mutex_;
+  CondVar notify_wanted_;
+  std::deque<Notification> notifications_ GUARDED_BY(notify_mutex_);
+};
+
+}  // namespace fpfs

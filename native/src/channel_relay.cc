@@ -1,0 +1,225 @@
+// The relay: requests to pyfuse3 unchanged, its replies back to the kernel, notifications.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "channel.h"
+
+namespace fpfs {
+namespace {
+
+constexpr int kInterruptCheckMs = 100;
+
+}  // namespace
+
+void Channel::relay(const FuseRequest& request) {
+  statistics_.relayed.fetch_add(1, std::memory_order_relaxed);
+  const uint32_t opcode = request.opcode();
+  if (opcode == FUSE_INIT || opcode == FUSE_OPEN || opcode == FUSE_CREATE) {
+    const MutexLock lock(relay_mutex_);
+    watched_[request.unique()] = opcode;
+    if (opcode == FUSE_INIT) request.argument(&kernel_init_);
+  }
+  iovec parts[6];
+  size_t count = 0;
+  parts[count++] = {const_cast<char*>(request.head()), request.head_bytes()};
+  size_t left = sizeof(fuse_in_header) + request.body_bytes() - request.head_bytes();
+  fuse_read_in directory{};
+  char capped[wire::kWriteHeaderBytes];
+  if ((opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS) && request.argument(&directory)) {
+    directory.size = std::min(directory.size, wire::kRelayReplyBytesMax);
+    std::memcpy(capped, request.head(), sizeof(fuse_in_header));
+    std::memcpy(capped + sizeof(fuse_in_header), &directory, sizeof directory);
+    parts[0].iov_base = capped;
+  }
+  for (size_t i = 0; i < request.rest().count && left > 0; ++i) {
+    const size_t n = std::min(left, request.rest().pieces[i].length);
+    parts[count++] = {request.rest().pieces[i].base, n};
+    left -= n;
+  }
+  send(parts, count);
+}
+
+// A batch can be longer than a socket message may be: it is passed on in parts.
+void Channel::relay_forgets(const FuseRequest& request) {
+  fuse_batch_forget_in in{};
+  if (!request.argument(&in)) return;
+  constexpr size_t kBatch = 1024;
+  const size_t there = (request.body_bytes() - sizeof in) / sizeof(fuse_forget_one);
+  size_t left = std::min<size_t>(in.count, there);
+  size_t from = sizeof in;
+  std::vector<fuse_forget_one> forgets;
+  while (left > 0) {
+    const size_t n = std::min(left, kBatch);
+    forgets.resize(n);
+    request.copy(from, reinterpret_cast<char*>(forgets.data()), n * sizeof(fuse_forget_one));
+    fuse_in_header header = request.header();
+    fuse_batch_forget_in part{};
+    part.count = static_cast<uint32_t>(n);
+    header.len =
+        static_cast<uint32_t>(sizeof header + sizeof part + n * sizeof(fuse_forget_one));
+    const iovec parts[3] = {{&header, sizeof header},
+                            {&part, sizeof part},
+                            {forgets.data(), n * sizeof(fuse_forget_one)}};
+    send(parts, 3);
+    from += n * sizeof(fuse_forget_one);
+    left -= n;
+  }
+}
+
+// Never blocks a channel thread: what pyfuse3 cannot take yet goes to the backlog, in order.
+void Channel::send(const iovec* parts, size_t count) {
+  const MutexLock lock(relay_mutex_);
+  if (backlog_.empty()) {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = count;
+    if (sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) {
+      if (errno != EPIPE && errno != ECONNRESET) {
+        engine_.log(40, "relay to pyfuse3: " + std::string(std::strerror(errno)));
+      }
+      return;
+    }
+  }
+  std::string copy;
+  for (size_t i = 0; i < count; ++i) {
+    copy.append(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
+  }
+  backlog_.push_back(std::move(copy));
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
+}
+
+void Channel::flush_backlog() {
+  const MutexLock lock(relay_mutex_);
+  while (!backlog_.empty()) {
+    const std::string& message = backlog_.front();
+    if (::send(socket_, message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) return;
+    backlog_.pop_front();
+  }
+}
+
+void Channel::relay_loop() {
+  while (!stopping_) {
+    bool backlog = false;
+    {
+      const MutexLock lock(relay_mutex_);
+      backlog = !backlog_.empty();
+    }
+    const bool interrupted = interrupted_waits();
+    pollfd wait[2] = {{socket_, static_cast<short>(POLLIN | (backlog ? POLLOUT : 0)), 0},
+                      {relay_fd_, POLLIN, 0}};
+    if (poll(wait, 2, interrupted ? kInterruptCheckMs : -1) < 0 && errno != EINTR) return;
+    if (stopping_) return;
+    if ((wait[1].revents & POLLIN) != 0) {
+      uint64_t count = 0;
+      [[maybe_unused]] const ssize_t n = ::read(relay_fd_, &count, sizeof count);
+    }
+    if (interrupted) engine_.wake();
+    if ((wait[0].revents & POLLOUT) != 0) flush_backlog();
+    if ((wait[0].revents & (POLLIN | POLLHUP | POLLERR)) != 0 && !relay_replies()) return;
+  }
+}
+
+// Passes on what pyfuse3 has answered. False when it has closed its end.
+bool Channel::relay_replies() {
+  static thread_local std::vector<char> buffer(wire::kMaxWriteBytes + wire::kPageBytes);
+  for (;;) {
+    const ssize_t n = recv(socket_, buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (n == 0) return false;
+    if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+    auto bytes = static_cast<size_t>(n);
+    fuse_out_header header{};
+    if (bytes < sizeof header) continue;
+    std::memcpy(&header, buffer.data(), sizeof header);
+    uint32_t opcode = 0;
+    fuse_init_in kernel_init{};
+    {
+      const MutexLock lock(relay_mutex_);
+      if (const auto it = watched_.find(header.unique); it != watched_.end()) {
+        opcode = it->second;
+        watched_.erase(it);
+      }
+      kernel_init = kernel_init_;
+    }
+    if (header.error == 0 && opcode == FUSE_INIT) {
+      patch_init_reply(kernel_init, buffer.data() + sizeof header, bytes - sizeof header);
+    } else if (header.error == 0 && opcode == FUSE_OPEN) {
+      patch_open_reply(buffer.data(), bytes, sizeof header);
+    } else if (header.error == 0 && opcode == FUSE_CREATE) {
+      patch_open_reply(buffer.data(), bytes, sizeof header + sizeof(fuse_entry_out));
+    }
+    // ENOENT and ENODEV: nobody waits for this reply any more.
+    if (::write(fuse_fd_, buffer.data(), bytes) < 0 && errno != ENOENT && errno != ENODEV) {
+      engine_.log(40, "reply of pyfuse3 to the kernel: " + std::string(std::strerror(errno)));
+    }
+  }
+}
+
+// How the kernel is to treat the new handle's pages.
+void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) {
+  fuse_open_out out{};
+  if (bytes < open_offset + sizeof out) return;
+  std::memcpy(&out, message + open_offset, sizeof out);
+  const std::shared_ptr<Handle> handle = engine_.handle(out.fh);
+  if (handle == nullptr) return;  // not a regular file
+  if (!handle->writable()) {
+    out.open_flags |= wire::kOpenNoFlush;
+    if (!engine_.set_cached(handle)) {
+      out.open_flags &= ~uint32_t{FOPEN_KEEP_CACHE};
+      out.open_flags |= FOPEN_DIRECT_IO;  // somebody writes: every read asks
+    }
+  } else if ((handle->flags & O_DIRECT) == 0) {
+    out.open_flags &= ~uint32_t{FOPEN_KEEP_CACHE};
+    out.open_flags |= FOPEN_DIRECT_IO | wire::kOpenParallelDirectWrites;
+  } else {
+    // Without FOPEN_DIRECT_IO the kernel keeps several requests of one O_DIRECT call in flight.
+    out.open_flags &= ~uint32_t{FOPEN_DIRECT_IO | FOPEN_KEEP_CACHE};
+  }
+  std::memcpy(message + open_offset, &out, sizeof out);
+}
+
+// --- notifications ---
+
+// Drops the kernel's pages of an inode, then runs `then`. In a thread of its own: the kernel may wait
+// here for pages that readers hold until a channel thread has answered them.
+void Channel::invalidate(uint64_t ino, std::function<void()> then) {
+  const MutexLock lock(notify_mutex_);
+  notifications_.push_back({ino, std::move(then)});
+  notify_wanted_.notify_one();
+}
+
+void Channel::notify_loop() {
+  for (;;) {
+    Notification next{};
+    {
+      const MutexLock lock(notify_mutex_);
+      while (notifications_.empty() && !stopping_) notify_wanted_.wait(notify_mutex_);
+      if (notifications_.empty()) return;
+      next = std::move(notifications_.front());
+      notifications_.pop_front();
+    }
+    struct {
+      fuse_out_header header;
+      fuse_notify_inval_inode_out body;
+    } message{};
+    message.header.len = sizeof message;
+    message.header.error = FUSE_NOTIFY_INVAL_INODE;
+    message.body.ino = next.ino;
+    message.body.off = 0;
+    message.body.len = -1;
+    // ENOENT: the kernel does not know the inode any more, so it has no pages of it.
+    if (::write(fuse_fd_, &message, sizeof message) < 0 && errno != ENOENT && errno != ENODEV) {
+      engine_.log(40, "invalidating cached pages: " + std::string(std::strerror(errno)));
+    }
+    next.then();
+  }
+}
+
+}  // namespace fpfs

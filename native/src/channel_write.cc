@@ -1,0 +1,218 @@
+// WRITE: into staging and answered, or parked until there is room.
+#include "channel_write.h"
+
+#include <fcntl.h>
+
+#include <cstring>
+#include <fstream>
+
+namespace fpfs {
+namespace {
+
+constexpr int kSigkill = 9;
+
+// Whether a fatal signal is pending for the thread (the kernel turns each into SIGKILL).
+bool killed(uint32_t pid) {
+  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  if (pid == 0 || !status) return true;  // not to be seen from here, or gone
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.starts_with("SigPnd:") || line.starts_with("ShdPnd:")) {
+      const uint64_t pending = std::stoull(line.substr(7), nullptr, 16);
+      if ((pending >> (kSigkill - 1) & 1) != 0) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+void Channel::handle_write(Receiver& r, const FuseRequest& request) {
+  statistics_.writes.fetch_add(1, std::memory_order_relaxed);
+  WriteArguments arguments;
+  if (const int error = parse_write(request, &arguments); error != 0) {
+    return reply(request.unique(), error);
+  }
+  const std::shared_ptr<Handle> handle = engine_.handle(arguments.handle);
+  if (handle == nullptr) return reply(request.unique(), EBADF);
+  const std::shared_ptr<File>& file = handle->file;
+  {
+    const MutexLock lock(handle->mutex);
+    if (const int error = file->take_error(&handle->errors_seen); error != 0) {
+      return reply(request.unique(), error);
+    }
+  }
+  arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
+  if (arguments.kill_privileges) file->drop_privileges();
+  statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
+  if (!r.payload.lies_at(r.landing, 0)) {
+    statistics_.writes_in_place.fetch_add(1, std::memory_order_relaxed);
+  }
+  note_write(r, file, arguments.offset + arguments.size);
+
+  const Outcome outcome =
+      file->write(arguments.offset, arguments.size, r.payload, &r.spare, &r.lease);
+  auto write = std::make_unique<ParkedWrite>();
+  write->unique = request.unique();
+  write->pid = request.header().pid;
+  write->arguments = arguments;
+  write->file = file;
+  if (outcome.progress == Progress::Done) return finish_write(*write, outcome.error);
+  park_write(r, std::move(write));
+}
+
+// Keeps the payload in a landing buffer of its own; without a copy if it was received in one.
+void Channel::park_write(Receiver& r, std::unique_ptr<ParkedWrite> write) {
+  statistics_.writes_parked.fetch_add(1, std::memory_order_relaxed);
+  const bool landed = r.payload.lies_at(r.landing, 0);
+  char* other = nullptr;
+  if (!landed) {
+    other = r.landing;
+    r.payload.copy_to(other, 0, write->arguments.size);
+  }
+  write->buffer = r.landing;
+  r.landing = nullptr;
+  end_lease(r);
+  const std::shared_ptr<ParkedWrite> shared = std::move(write);
+  {
+    const MutexLock lock(parked_mutex_);
+    parked_[shared->unique] = shared;
+  }
+  statistics_.parked_now.fetch_add(1);
+  engine_.park([this, shared] { return attempt(*shared); });
+  r.landing = landing_pool_.take();  // waits when too many writes wait already
+}
+
+bool Channel::attempt(ParkedWrite& write) {
+  Outcome outcome;
+  {
+    const MutexLock lock(write.mutex);
+    if (write.finished) return true;
+    Payload payload;
+    payload.add(write.buffer, write.arguments.size);
+    Slot* spare = nullptr;
+    outcome = write.file->write(write.arguments.offset, write.arguments.size, payload, &spare,
+                                nullptr);
+    if (spare != nullptr) engine_.arena().give(spare);
+    if (outcome.progress == Progress::Wait) {
+      if (!write.interrupted || !killed(write.pid)) return false;
+      outcome = Outcome::failed(EINTR);
+    }
+    write.finished = true;
+  }
+  statistics_.parked_now.fetch_sub(1);
+  landing_pool_.give(write.buffer);
+  finish_write(write, outcome.error);
+  const MutexLock lock(parked_mutex_);
+  parked_.erase(write.unique);
+  return true;
+}
+
+// Answers a write whose bytes are staged, or that failed.
+void Channel::finish_write(const ParkedWrite& write, int error) {
+  const uint32_t bytes = write.arguments.size;
+  if (error != 0) return reply(write.unique, error);
+  if (write.arguments.sync) {
+    const uint64_t ticket = engine_.next_ticket();
+    {
+      const MutexLock lock(sync_mutex_);
+      sync_writes_[ticket] = {write.unique, bytes};
+    }
+    return engine_.post(SyncWriteEvent{ticket, write.file->ino()});
+  }
+  // A reader may have cached the old page between the kernel's own invalidation and now. (Pages
+  // that are being written back are locked: invalidating those would wait for this reply.)
+  if (!write.arguments.from_page_cache && engine_.has_cached_readers(write.file->ino())) {
+    return invalidate(write.file->ino(), [this, unique = write.unique, bytes] {
+      reply_written(unique, bytes);
+    });
+  }
+  reply_written(write.unique, bytes);
+}
+
+void Channel::complete_write(uint64_t ticket, int error) {
+  std::pair<uint64_t, uint32_t> write;
+  {
+    const MutexLock lock(sync_mutex_);
+    const auto it = sync_writes_.find(ticket);
+    if (it == sync_writes_.end()) return;
+    write = it->second;
+    sync_writes_.erase(it);
+  }
+  if (error != 0) return reply(write.first, error);
+  reply_written(write.first, write.second);
+}
+
+void Channel::handle_interrupt(const FuseRequest& request) {
+  fuse_interrupt_in in{};
+  if (!request.argument(&in)) return;
+  std::shared_ptr<ParkedWrite> write;
+  {
+    const MutexLock lock(parked_mutex_);
+    const auto it = parked_.find(in.unique);
+    if (it != parked_.end()) write = it->second;
+  }
+  if (write == nullptr) return;  // not waiting here: it will be answered in due course
+  write->interrupted = true;
+  engine_.worker().post([this] { engine_.wake(); });
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
+}
+
+// Whether some waiting write was interrupted: its process may be killed later without another
+// message, so the relay thread looks again now and then.
+bool Channel::interrupted_waits() {
+  const MutexLock lock(parked_mutex_);
+  for (const auto& [unique, write] : parked_) {
+    if (write->interrupted) return true;
+  }
+  return false;
+}
+
+// --- reading ---
+
+struct Channel::FuseRead : ReadJob {
+  Channel* channel = nullptr;
+  uint64_t unique = 0;
+  void done(int failure, const char* data, size_t bytes) override {
+    Channel& owner = *channel;
+    if (failure != 0) {
+      owner.reply(unique, failure);
+    } else {
+      owner.statistics_.read_bytes.fetch_add(bytes, std::memory_order_relaxed);
+      owner.reply(unique, 0, data, bytes);
+    }
+    owner.engine_.read_buffers().give(buffer);
+    delete this;
+    owner.engine_.wake();
+  }
+};
+
+void Channel::handle_read(const FuseRequest& request) {
+  statistics_.reads.fetch_add(1, std::memory_order_relaxed);
+  fuse_read_in in{};
+  if (!request.argument(&in)) return reply(request.unique(), EIO);
+  if (in.size > wire::kMaxWriteBytes) return reply(request.unique(), EINVAL);
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return reply(request.unique(), EBADF);
+  if (start_read(request.unique(), handle->file, in.offset, in.size)) return;
+  engine_.park([this, unique = request.unique(), file = handle->file, in] {
+    return start_read(unique, file, in.offset, in.size);
+  });
+}
+
+bool Channel::start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
+                         uint32_t size) {
+  char* buffer = engine_.read_buffers().take();
+  if (buffer == nullptr) return false;
+  auto* job = new FuseRead();
+  job->channel = this;
+  job->unique = unique;
+  job->offset = offset;
+  job->length = size;
+  job->buffer = buffer;
+  file->read(job);
+  return true;
+}
+
+}  // namespace fpfs

@@ -1,0 +1,440 @@
+#include "engine.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "channel.h"
+#include "fuse_wire.h"
+
+namespace fpfs {
+namespace {
+
+constexpr size_t kReadBufferCount = 48;
+constexpr uint64_t kSlotCountMin = 16;
+constexpr size_t kPressureSlots = 8;  // written out early when nothing else frees a slot
+
+// A device request whose completion is a function; deletes itself.
+struct CallRequest : IoRequest {
+  std::function<void(int)> call;
+  void complete(int result) override {
+    const auto function = std::move(call);
+    delete this;
+    function(result);
+  }
+};
+
+// Counts down to one Done event.
+struct Countdown {
+  std::atomic<size_t> left;
+  std::atomic<int> error{0};
+  explicit Countdown(size_t n) : left(n) {}
+};
+
+}  // namespace
+
+bool Handle::writable() const { return (flags & O_ACCMODE) != O_RDONLY; }
+
+Result<std::unique_ptr<Engine>> Engine::open(const EngineConfig& config) {
+  std::unique_ptr<Engine> engine(new Engine(config));
+  if (Status status = engine->start(); !status.ok()) {
+    engine->close();
+    return status;
+  }
+  return engine;
+}
+
+Status Engine::start() {
+  event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (event_fd_ < 0) return Status::from_errno("eventfd");
+  if (config_.staging_bytes / config_.slot_bytes < kSlotCountMin) {
+    return Status(EINVAL, "staging must hold at least " + std::to_string(kSlotCountMin) +
+                              " chunks of " + std::to_string(config_.slot_bytes) + " bytes");
+  }
+  std::string warning;
+  auto arena = Arena::create({config_.arena_path, config_.filesystem_id, config_.staging_bytes,
+                              config_.slot_bytes},
+                             &warning);
+  if (!arena.ok()) return arena.status();
+  arena_ = arena.take();
+  if (!warning.empty()) log(30, warning);
+  read_buffers_ = std::make_unique<ReadBuffers>(kReadBufferCount,
+                                                wire::kMaxWriteBytes + 2 * kIoAlignment);
+  copy_buffer_ = read_buffers_->take();
+
+  uint16_t highest = 0;
+  for (const auto& [number, path] : config_.devices) highest = std::max(highest, number);
+  by_number_.assign(size_t{highest} + 1, nullptr);
+  failed_ = std::make_unique<std::atomic<int>[]>(by_number_.size());
+  const std::vector<MemoryRegion> regions = {{arena_->data(), arena_->data_bytes()},
+                                             read_buffers_->region()};
+  for (const auto& [number, path] : config_.devices) {
+    DeviceConfig device;
+    device.number = number;
+    device.path = path;
+    device.depth = config_.depth;
+    device.backend = config_.backend;
+    device.object_id_first = config_.object_base << 32;
+    device.reserve_bytes = config_.reserve_bytes;
+    device.log = [this](int level, const std::string& message) { log(level, message); };
+    auto opened = Device::open(device, regions);
+    if (!opened.ok()) return opened.status();
+    devices_.push_back(opened.take());
+    by_number_[number] = devices_.back().get();
+  }
+  return {};
+}
+
+Engine::~Engine() {
+  close();
+  if (event_fd_ >= 0) ::close(event_fd_);
+}
+
+void Engine::close() {
+  if (std::exchange(closed_, true)) return;
+  if (channel_ != nullptr) channel_->stop();
+  worker_.stop();
+  for (auto& device : devices_) device->close();
+  if (arena_ != nullptr) arena_->remove();
+  {
+    // Files hold slots and slots hold files: the circle ends here.
+    const MutexLock lock(table_mutex_);
+    handles_.clear();
+    files_.clear();
+  }
+  // Whoever waits for events learns that there will be no more.
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
+}
+
+// --- events ---
+
+std::vector<Event> Engine::take_events() {
+  uint64_t count = 0;
+  while (::read(event_fd_, &count, sizeof count) < 0 && errno == EINTR) {
+  }
+  const MutexLock lock(event_mutex_);
+  return std::exchange(events_, {});
+}
+
+void Engine::post(Event event) {
+  const MutexLock lock(event_mutex_);
+  events_.push_back(std::move(event));
+  const uint64_t one = 1;
+  // Only a full counter could refuse this, and then the reader has been told already.
+  [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
+}
+
+void Engine::log(int level, const std::string& message) { post(LogEvent{level, message}); }
+
+// --- files and handles ---
+
+Status Engine::load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns,
+                    int64_t ctime_ns, std::optional<std::string> content,
+                    const std::vector<std::pair<uint32_t, std::string>>& segments) {
+  if (placement.devices.empty() || placement.chunk_bytes == 0 ||
+      placement.chunk_bytes % kBlockBytes != 0 || placement.chunk_bytes > config_.slot_bytes) {
+    return Status(EINVAL, "chunk size must be a multiple of 64 KiB up to " +
+                              std::to_string(config_.slot_bytes) + " bytes");
+  }
+  auto loaded = std::make_shared<File>(*this, ino, std::move(placement));
+  Status status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
+  if (!status.ok()) return Status(status.error(), "inode " + std::to_string(ino) + ": " +
+                                                      status.message());
+  const MutexLock lock(table_mutex_);
+  if (!files_.emplace(ino, std::move(loaded)).second) return Status(EEXIST, "inode is loaded");
+  return {};
+}
+
+std::shared_ptr<File> Engine::file(uint64_t ino) {
+  const MutexLock lock(table_mutex_);
+  const auto it = files_.find(ino);
+  return it == files_.end() ? nullptr : it->second;
+}
+
+Status Engine::unload(uint64_t ino) {
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
+  const MutexLock lock(table_mutex_);
+  if (counts_.contains(ino)) return Status(EBUSY, "inode has open handles");
+  if (!found->idle()) return Status(EBUSY, "inode has unsaved bytes");
+  files_.erase(ino);
+  return {};
+}
+
+Status Engine::open_handle(uint64_t id, uint64_t ino, uint32_t flags) {
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
+  if (Status status = arena_->record_handle(id, ino, flags); !status.ok()) return status;
+  auto handle = std::make_shared<Handle>();
+  handle->id = id;
+  handle->flags = flags;
+  handle->file = found;
+  {
+    const MutexLock lock(handle->mutex);
+    handle->errors_seen = found->error_count();
+  }
+  const MutexLock lock(table_mutex_);
+  Counts& counts = counts_[ino];
+  ++counts.handles;
+  if (handle->writable()) ++counts.writers;
+  handles_[id] = std::move(handle);
+  return {};
+}
+
+void Engine::release_handle(uint64_t id) {
+  arena_->forget_handle(id);
+  std::shared_ptr<Handle> gone;
+  const MutexLock lock(table_mutex_);
+  const auto it = handles_.find(id);
+  if (it == handles_.end()) return;
+  gone = std::move(it->second);
+  handles_.erase(it);
+  Counts& counts = counts_[gone->file->ino()];
+  if (gone->writable()) --counts.writers;
+  if (gone->cached) --counts.cached;
+  if (--counts.handles == 0) counts_.erase(gone->file->ino());
+}
+
+std::shared_ptr<Handle> Engine::handle(uint64_t id) {
+  const MutexLock lock(table_mutex_);
+  const auto it = handles_.find(id);
+  return it == handles_.end() ? nullptr : it->second;
+}
+
+bool Engine::set_cached(const std::shared_ptr<Handle>& handle) {
+  const MutexLock lock(table_mutex_);
+  Counts& counts = counts_[handle->file->ino()];
+  if (counts.writers != 0) return false;
+  if (!handle->cached.exchange(true)) ++counts.cached;
+  return true;
+}
+
+bool Engine::has_cached_readers(uint64_t ino) {
+  const MutexLock lock(table_mutex_);
+  const auto it = counts_.find(ino);
+  return it != counts_.end() && it->second.cached != 0;
+}
+
+// --- operations with a ticket ---
+
+uint64_t Engine::drain(uint64_t ino, bool last) {
+  const uint64_t ticket = next_ticket();
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) {
+    post(DrainedEvent{ticket, ENOENT, {}});
+    return ticket;
+  }
+  found->drain(last, [this, ticket](int error, SnapshotData snapshot) {
+    post(DrainedEvent{ticket, error, std::move(snapshot)});
+  });
+  return ticket;
+}
+
+uint64_t Engine::drop(uint64_t ino) {
+  const uint64_t ticket = next_ticket();
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) {
+    post(DroppedEvent{ticket, {}});
+    return ticket;
+  }
+  found->drop([this, ticket, ino](std::vector<ObjectKey> objects) {
+    {
+      const MutexLock lock(table_mutex_);
+      files_.erase(ino);
+    }
+    post(DroppedEvent{ticket, std::move(objects)});
+  });
+  return ticket;
+}
+
+uint64_t Engine::truncate(uint64_t ino, uint64_t size) {
+  const uint64_t ticket = next_ticket();
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) {
+    post(DoneEvent{ticket, ENOENT});
+    return ticket;
+  }
+  found->truncate(size, [this, ticket](int error) { post(DoneEvent{ticket, error}); });
+  return ticket;
+}
+
+uint64_t Engine::discard(std::vector<Extent> ranges) {
+  const uint64_t ticket = next_ticket();
+  auto countdown = std::make_shared<Countdown>(ranges.size() + 1);
+  const auto part = [this, ticket, countdown](int result) {
+    if (result != 0) countdown->error = -result;
+    if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
+  };
+  after_reads([this, ranges = std::move(ranges), part] {
+    for (const Extent& range : ranges) {
+      Device* target = device(range.place.device);
+      if (target == nullptr) {
+        part(-ENODEV);
+        continue;
+      }
+      auto* request = new CallRequest();
+      request->op = IoOp::Punch;
+      request->object = target->object(range.place.object);
+      request->offset = uint64_t{range.place.object_block} * kBlockBytes;
+      request->length = range.count * kBlockBytes;
+      request->call = part;
+      target->submit(request);
+    }
+    part(0);
+  });
+  return ticket;
+}
+
+uint64_t Engine::remove_objects(std::vector<ObjectKey> objects) {
+  const uint64_t ticket = next_ticket();
+  auto countdown = std::make_shared<Countdown>(objects.size() + 1);
+  const auto part = [this, ticket, countdown](int error) {
+    if (error != 0) countdown->error = error;
+    if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
+  };
+  after_reads([this, objects = std::move(objects), part] {
+    for (const auto& [number, id] : objects) {
+      Device* target = device(number);
+      if (target == nullptr) {
+        part(ENODEV);
+      } else {
+        target->remove_object(id, part);
+      }
+    }
+    part(0);
+  });
+  return ticket;
+}
+
+// --- reads in flight ---
+
+unsigned Engine::read_begin() {
+  const MutexLock lock(phase_mutex_);
+  ++reads_[phase_];
+  return phase_;
+}
+
+void Engine::read_end(unsigned phase) {
+  std::vector<std::function<void()>> run;
+  {
+    const MutexLock lock(phase_mutex_);
+    if (--reads_[phase] != 0 || !flipping_ || phase == phase_) return;
+    run = std::exchange(now_, {});
+    flipping_ = !later_.empty();
+    if (flipping_) {
+      now_ = std::exchange(later_, {});
+      phase_ ^= 1;
+      if (reads_[phase_ ^ 1] == 0) {
+        run.insert(run.end(), now_.begin(), now_.end());
+        now_.clear();
+        flipping_ = false;
+      }
+    }
+  }
+  for (const auto& action : run) action();
+}
+
+// Runs `action` when every read that is in flight now has ended.
+void Engine::after_reads(std::function<void()> action) {
+  {
+    const MutexLock lock(phase_mutex_);
+    if (flipping_) {
+      later_.push_back(std::move(action));
+      return;
+    }
+    if (reads_[phase_] != 0) {
+      now_.push_back(std::move(action));
+      phase_ ^= 1;
+      flipping_ = true;
+      return;
+    }
+  }
+  action();
+}
+
+// --- devices ---
+
+Device* Engine::device(uint16_t number) {
+  return number < by_number_.size() ? by_number_[number] : nullptr;
+}
+
+bool Engine::device_failed(uint16_t number) const {
+  return number >= by_number_.size() || failed_[number] != 0;
+}
+
+void Engine::mark_device_failed(uint16_t number, int error) {
+  if (number >= by_number_.size() || failed_[number].exchange(error) != 0) return;
+  log(40, "device " + std::to_string(number) + " failed (" + std::strerror(error) +
+              "): new chunks avoid it until the next mount");
+}
+
+// --- parked operations ---
+
+void Engine::park(std::function<bool()> retry) {
+  {
+    const MutexLock lock(park_mutex_);
+    parked_.push_back(std::move(retry));
+  }
+  // What it waits for may have come between its last attempt and now.
+  worker_.post([this] { wake(); });
+}
+
+void Engine::wake() {
+  {
+    const MutexLock lock(park_mutex_);
+    wake_again_ = true;
+    if (waking_ || parked_.empty()) return;
+    waking_ = true;
+  }
+  for (;;) {
+    std::vector<std::function<bool()>> attempts;
+    {
+      const MutexLock lock(park_mutex_);
+      if (!std::exchange(wake_again_, false) || parked_.empty()) {
+        waking_ = false;
+        return;
+      }
+      attempts = std::exchange(parked_, {});
+    }
+    std::vector<std::function<bool()>> remaining;
+    for (auto& attempt : attempts) {
+      if (!attempt()) remaining.push_back(std::move(attempt));
+    }
+    if (remaining.empty()) continue;
+    {
+      const MutexLock lock(park_mutex_);
+      // Those that waited longer come first.
+      parked_.insert(parked_.begin(), std::make_move_iterator(remaining.begin()),
+                     std::make_move_iterator(remaining.end()));
+    }
+    relieve_pressure();
+  }
+}
+
+// All slots are taken and something waits: write out the oldest partly filled ones.
+void Engine::relieve_pressure() {
+  if (arena_->free_count() != 0) return;
+  // Sealed slots will be free soon; a spare and an orphan a channel thread will not.
+  const uint64_t held_back = 2 * config_.channel_threads + 2;
+  if (arena_->slot_count() - arena_->aged_count() > held_back) return;
+  for (const Arena::Aged& aged : arena_->oldest(kPressureSlots)) {
+    aged.file->seal_for_pressure(aged.slot, aged.chunk);
+  }
+}
+
+// --- channel ---
+
+Result<int> Engine::serve(int fuse_fd) {
+  channel_ = std::make_unique<Channel>(*this, fuse_fd);
+  return channel_->start(config_.channel_threads);
+}
+
+void Engine::complete_write(uint64_t ticket, int error) {
+  if (channel_ != nullptr) channel_->complete_write(ticket, error);
+}
+
+}  // namespace fpfs

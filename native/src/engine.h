@@ -1,0 +1,181 @@
+// The byte plane as one object: devices, arena, files, handles, and what they report upwards.
+//
+// Ownership: the engine owns everything native; Python holds the engine. Files are shared with the
+//   requests in flight on them.
+// Threads: all methods from any thread. Completions are queued and announced on event_fd(); no
+//   thread of the engine ever calls Python.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "arena.h"
+#include "device.h"
+#include "file.h"
+#include "read_buffers.h"
+#include "thread_annotations.h"
+#include "worker.h"
+
+namespace fpfs {
+
+class Channel;
+
+enum class Ack { Early, Close, Durable };
+
+struct EngineConfig {
+  std::vector<std::pair<uint16_t, std::string>> devices;  // number, objects directory
+  std::string arena_path;
+  std::string filesystem_id;
+  uint64_t staging_bytes = 0;
+  uint64_t slot_bytes = 1 << 20;
+  uint32_t depth = 16;
+  IoBackend backend = IoBackend::Auto;
+  uint32_t channel_threads = 1;
+  uint64_t object_base = 1;
+  uint64_t reserve_bytes = 0;
+  Ack ack = Ack::Early;
+};
+
+using ObjectKey = std::pair<uint16_t, uint64_t>;
+
+// What Python is told; `ticket` is the number that the call which started it returned.
+struct DrainedEvent {
+  uint64_t ticket;
+  int error;
+  SnapshotData snapshot;
+};
+struct DroppedEvent {
+  uint64_t ticket;
+  std::vector<ObjectKey> objects;
+};
+struct DoneEvent {
+  uint64_t ticket;
+  int error;
+};
+struct SyncWriteEvent {
+  uint64_t ticket;
+  uint64_t ino;
+};
+struct LogEvent {
+  int level;
+  std::string message;
+};
+struct ClosedEvent {
+  int error;
+};
+using Event =
+    std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, LogEvent, ClosedEvent>;
+
+// An open file description as the kernel knows it.
+struct Handle {
+  uint64_t id = 0;
+  uint32_t flags = 0;  // of open(2)
+  std::shared_ptr<File> file;
+  Mutex mutex;
+  uint64_t errors_seen GUARDED_BY(mutex) = 0;
+  std::atomic<bool> cached{false};  // the kernel may keep its pages
+
+  bool writable() const;
+};
+
+class Engine : public Plane {
+ public:
+  static Result<std::unique_ptr<Engine>> open(const EngineConfig& config);
+  ~Engine() override;
+
+  const EngineConfig& config() const { return config_; }
+  int event_fd() const { return event_fd_; }
+  std::vector<Event> take_events() EXCLUDES(event_mutex_);
+  void post(Event event) EXCLUDES(event_mutex_);
+
+  Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns,
+              int64_t ctime_ns, std::optional<std::string> content,
+              const std::vector<std::pair<uint32_t, std::string>>& segments);
+  std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
+  Status unload(uint64_t ino) EXCLUDES(table_mutex_);
+  Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
+  void release_handle(uint64_t handle) EXCLUDES(table_mutex_);
+  std::shared_ptr<Handle> handle(uint64_t handle) EXCLUDES(table_mutex_);
+  // Readers whose pages the kernel caches, and handles that may write.
+  bool has_cached_readers(uint64_t ino) EXCLUDES(table_mutex_);
+  // Marks a read-only handle as cached unless the inode has writers.
+  bool set_cached(const std::shared_ptr<Handle>& handle) EXCLUDES(table_mutex_);
+
+  uint64_t drain(uint64_t ino, bool last);
+  uint64_t drop(uint64_t ino);
+  uint64_t truncate(uint64_t ino, uint64_t size);
+  uint64_t discard(std::vector<Extent> ranges);
+  uint64_t remove_objects(std::vector<ObjectKey> objects);
+
+  Result<int> serve(int fuse_fd);
+  void complete_write(uint64_t ticket, int error);
+  Channel* channel() { return channel_.get(); }
+  ReadBuffers& read_buffers() { return *read_buffers_; }
+  Worker& worker() { return worker_; }
+  char* copy_buffer() { return copy_buffer_; }  // the worker's
+  uint64_t next_ticket() { return ticket_.fetch_add(1); }
+  const std::vector<std::unique_ptr<Device>>& devices() const { return devices_; }
+  void close();
+
+  // Plane
+  Arena& arena() override { return *arena_; }
+  Device* device(uint16_t number) override;
+  bool device_failed(uint16_t number) const override;
+  void mark_device_failed(uint16_t number, int error) override;
+  void wake() override EXCLUDES(park_mutex_);
+  void park(std::function<bool()> retry) override EXCLUDES(park_mutex_);
+  void log(int level, const std::string& message) override;
+  unsigned read_begin() override EXCLUDES(phase_mutex_);
+  void read_end(unsigned phase) override EXCLUDES(phase_mutex_);
+
+ private:
+  struct Counts {
+    uint32_t handles = 0;
+    uint32_t writers = 0;
+    uint32_t cached = 0;
+  };
+  explicit Engine(EngineConfig config) : config_(std::move(config)), worker_("fpfs-worker") {}
+  Status start();
+  void relieve_pressure();
+  void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
+
+  const EngineConfig config_;
+  int event_fd_ = -1;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<ReadBuffers> read_buffers_;
+  char* copy_buffer_ = nullptr;
+  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<Device*> by_number_;
+  std::unique_ptr<std::atomic<int>[]> failed_;  // errno by device number
+  std::unique_ptr<Channel> channel_;
+  Worker worker_;
+  std::atomic<uint64_t> ticket_{1};
+  bool closed_ = false;
+
+  Mutex event_mutex_;
+  std::vector<Event> events_ GUARDED_BY(event_mutex_);
+
+  Mutex table_mutex_;
+  std::unordered_map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(table_mutex_);
+  std::unordered_map<uint64_t, std::shared_ptr<Handle>> handles_ GUARDED_BY(table_mutex_);
+  std::unordered_map<uint64_t, Counts> counts_ GUARDED_BY(table_mutex_);
+
+  Mutex park_mutex_;
+  std::vector<std::function<bool()>> parked_ GUARDED_BY(park_mutex_);
+  bool waking_ GUARDED_BY(park_mutex_) = false;
+  bool wake_again_ GUARDED_BY(park_mutex_) = false;
+
+  Mutex phase_mutex_;
+  unsigned phase_ GUARDED_BY(phase_mutex_) = 0;
+  uint64_t reads_[2] GUARDED_BY(phase_mutex_) = {0, 0};
+  bool flipping_ GUARDED_BY(phase_mutex_) = false;
+  std::vector<std::function<void()>> now_ GUARDED_BY(phase_mutex_);
+  std::vector<std::function<void()>> later_ GUARDED_BY(phase_mutex_);
+};
+
+}  // namespace fpfs

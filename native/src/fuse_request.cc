@@ -1,0 +1,68 @@
+#include "fuse_request.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+
+namespace fpfs {
+
+bool FuseRequest::parse(const char* head, size_t received, const Payload& rest) {
+  if (received < sizeof header_) return false;
+  std::memcpy(&header_, head, sizeof header_);
+  if (header_.len != received) return false;
+  head_ = head;
+  head_bytes_ = std::min(received, wire::kWriteHeaderBytes);
+  rest_ = &rest;
+  body_bytes_ = received - sizeof header_;
+  return true;
+}
+
+void FuseRequest::copy(size_t from, char* to, size_t length) const {
+  const size_t in_head = head_bytes_ - sizeof header_;
+  if (from < in_head) {
+    const size_t n = std::min(length, in_head - from);
+    std::memcpy(to, head_ + sizeof header_ + from, n);
+    to += n;
+    from += n;
+    length -= n;
+  }
+  if (length > 0) rest_->copy_to(to, from - in_head, length);
+}
+
+int parse_write(const FuseRequest& request, WriteArguments* write) {
+  fuse_write_in in{};
+  if (!request.argument(&in)) return EIO;
+  if (request.body_bytes() - sizeof in != in.size || in.size > wire::kMaxWriteBytes) return EIO;
+  if (in.offset > kFileBytesMax || in.size > kFileBytesMax - in.offset) return EFBIG;
+  write->handle = in.fh;
+  write->offset = in.offset;
+  write->size = in.size;
+  write->from_page_cache = (in.write_flags & FUSE_WRITE_CACHE) != 0;
+  write->kill_privileges = (in.write_flags & wire::kWriteKillSuidgid) != 0;
+  write->sync = (in.flags & (O_SYNC | O_DSYNC)) != 0;
+  return 0;
+}
+
+void patch_init_reply(const fuse_init_in& kernel, char* reply, size_t reply_bytes) {
+  fuse_init_out out{};
+  const size_t known = std::min(reply_bytes, sizeof out);
+  std::memcpy(&out, reply, known);
+  out.max_write = wire::kMaxWriteBytes;
+  out.max_pages = wire::kMaxPages;
+  out.max_readahead = wire::kMaxReadaheadBytes;
+  out.max_background = wire::kMaxBackground;
+  out.congestion_threshold = wire::kCongestionThreshold;
+  out.time_gran = 1;
+  const uint32_t wanted = FUSE_MAX_PAGES | FUSE_BIG_WRITES | FUSE_ASYNC_READ | FUSE_ASYNC_DIO |
+                          FUSE_PARALLEL_DIROPS | FUSE_CACHE_SYMLINKS | wire::kInitExt;
+  out.flags |= wanted & kernel.flags;
+  // The kernel keeps locks itself, and file contents go past libfuse.
+  out.flags &= ~(FUSE_POSIX_LOCKS | FUSE_FLOCK_LOCKS | FUSE_WRITEBACK_CACHE |
+                 FUSE_SPLICE_READ | FUSE_SPLICE_WRITE | FUSE_SPLICE_MOVE);
+  if ((kernel.flags & wire::kInitExt) != 0) {
+    out.flags2 |= wire::kInit2DirectIoAllowMmap & kernel.flags2;
+  }
+  std::memcpy(reply, &out, known);
+}
+
+}  // namespace fpfs
