@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.testing.mounted import Mount
 from tests.support.target import Target, open_target, plain_target
 
 
@@ -33,3 +34,11 @@ def plain() -> Iterator[Path]:
     """A directory of an ordinary filesystem, to compare with."""
     with plain_target() as opened:
         yield opened.root
+
+
+@pytest.fixture
+def mount(target: Target) -> Mount:
+    """The mount of fpfs under `target`; skips on a plain directory, which promises less."""
+    if not isinstance(target, Mount):
+        pytest.skip("only fpfs promises this")
+    return target
