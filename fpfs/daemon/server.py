@@ -267,7 +267,7 @@ class Server:
         """Close what the server was given, and unlock the devices. Once is enough."""
         if not self._closed:
             self._closed = True
-            await self._namespace.close()
+            self._namespace.close()
             await trio.to_thread.run_sync(self._engine.close)
             await self._catalog.close()
             self._devices.close()

@@ -146,6 +146,8 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
 }  // namespace
 
 NB_MODULE(_native, module) {
+  // At exit Python may still hold the engine in a traceback; the process ends all the same.
+  nb::set_leak_warnings(false);
   module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
