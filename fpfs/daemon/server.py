@@ -310,6 +310,18 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     return Catalog.open(path)
 
 
+def remove_stale_arena(path: str) -> None:
+    """Remove what a server that died left; the devices' locks say that it is nobody's.
+
+    What it acknowledged and had not committed is lost; previous versions are current.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    _log.warning("the last server died: what it had not committed is lost (%s removed)", path)
+
+
 def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int) -> EngineConfig:
     """How the engine of this mount starts."""
     options = config.options
@@ -339,6 +351,7 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         for note in devices.notes:
             _log.info("%s", note)
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
+        remove_stale_arena(arena_path(devices.filesystem_id))
         engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
         server = Server(config=config, devices=devices, catalog=catalog, engine=engine)
         async with trio.open_nursery() as nursery:
