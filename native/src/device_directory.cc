@@ -133,6 +133,7 @@ int64_t ObjectDirectory::bytes_free() const {
   while (::fstatvfs(root_.get(), &status) != 0) {
     if (errno != EINTR) return -errno;
   }
+  if (status.f_blocks == 0) return std::numeric_limits<int64_t>::max();  // it does not count (ramfs)
   const uint64_t bytes = uint64_t{status.f_bavail} * status.f_frsize;
   return static_cast<int64_t>(std::min<uint64_t>(bytes, std::numeric_limits<int64_t>::max()));
 }
