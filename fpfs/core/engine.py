@@ -252,10 +252,11 @@ class NativeEngine:
 
     async def run(self) -> None:
         """Deliver completions and events until `close`; one task runs this."""
+        native = self._native
         with self._send:
             while not self._closed:
-                await trio.lowlevel.wait_readable(self._native.event_fd)
-                for event in self._native.take_events():
+                await trio.lowlevel.wait_readable(native.event_fd)
+                for event in native.take_events():
                     self._deliver(event)
 
     def _deliver(self, event: tuple[Any, ...]) -> None:
@@ -400,6 +401,9 @@ class NativeEngine:
                 completion.set(errno_module.ESHUTDOWN, None)
             self._waiting.clear()
         self._native.close()
+        # pyfuse3 keeps its operations, and through them this object, until the process ends: the
+        # extension would take its own engine for leaked.
+        del self._native
 
 
 class _Completion:
