@@ -1,0 +1,173 @@
+// What tests of files share: an engine over temporary directories, and calls that wait.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+
+#include "channel.h"
+#include "device_fixture.h"
+#include "engine.h"
+
+namespace fpfs::testing {
+
+struct EngineOptions {
+  int devices = 2;
+  uint64_t chunk_bytes = 256 * 1024;
+  uint64_t slots = 32;
+};
+
+// The catalog's part: what the last committed snapshot of an inode said.
+struct Committed {
+  uint64_t size = 0;
+  std::optional<std::string> content;
+  std::map<uint32_t, std::string> segments;
+};
+
+class EngineFixture {
+ public:
+  explicit EngineFixture(EngineOptions options = {}) : options_(options) { open(); }
+  ~EngineFixture() { engine_->close(); }
+
+  Engine& engine() { return *engine_; }
+  const EngineOptions& options() const { return options_; }
+
+  void reopen() {
+    engine_->close();
+    engine_.reset();
+    open();
+  }
+
+  std::shared_ptr<File> load(uint64_t ino) {
+    Placement placement{options_.chunk_bytes, {}, ino};
+    for (int i = 0; i < options_.devices; ++i) {
+      placement.devices.push_back(static_cast<uint16_t>(i));
+    }
+    const Committed& committed = committed_[ino];
+    std::vector<std::pair<uint32_t, std::string>> segments(committed.segments.begin(),
+                                                           committed.segments.end());
+    const Status status =
+        engine_->load(ino, placement, committed.size, 0, 0, committed.content, segments);
+    REQUIRE_MESSAGE(status.ok(), status.message());
+    return engine_->file(ino);
+  }
+
+  // Waits until the write is taken.
+  int write(File& file, uint64_t offset, const std::string& bytes) {
+    Delivery<int> done;
+    std::string copy = bytes;
+    Payload payload;
+    payload.add(copy.data(), copy.size());
+    const auto attempt = [&] {
+      Slot* spare = nullptr;
+      const Outcome outcome = file.write(offset, copy.size(), payload, &spare, nullptr);
+      if (spare != nullptr) engine_->arena().give(spare);
+      if (outcome.progress == Progress::Wait) return false;
+      done.put(outcome.error);
+      return true;
+    };
+    if (!attempt()) engine_->park(attempt);
+    return done.wait();
+  }
+
+  std::string read(File& file, uint64_t offset, size_t length) {
+    struct Job : ReadJob {
+      Delivery<int> finished;
+      std::string result;
+      void done(int failure, const char* data, size_t n) override {
+        if (failure == 0) result.assign(data, n);
+        finished.put(failure);
+      }
+    } job;
+    AlignedBuffer buffer((length / kIoAlignment + 3) * kIoAlignment);
+    job.offset = offset;
+    job.length = length;
+    job.buffer = buffer.data();
+    file.read(&job);
+    REQUIRE(job.finished.wait() == 0);
+    return job.result;
+  }
+
+  int truncate(File& file, uint64_t size) {
+    Delivery<int> done;
+    file.truncate(size, [&](int error) { done.put(error); });
+    return done.wait();
+  }
+
+  int punch(File& file, uint64_t offset, uint64_t length) {
+    Delivery<int> done;
+    file.punch(offset, length, [&](int error) { done.put(error); });
+    return done.wait();
+  }
+
+  int allocate(File& file, uint64_t offset, uint64_t length, bool keep_size) {
+    Delivery<int> done;
+    const auto attempt = [&] {
+      const Outcome outcome = file.allocate(offset, length, keep_size);
+      if (outcome.progress == Progress::Wait) return false;
+      done.put(outcome.error);
+      return true;
+    };
+    if (!attempt()) engine_->park(attempt);
+    return done.wait();
+  }
+
+  // Drains and commits, as the commit module does.
+  int commit(File& file, bool last) {
+    Delivery<int> done;
+    SnapshotData snapshot;
+    file.drain(last, [&](int error, SnapshotData data) {
+      snapshot = std::move(data);
+      done.put(error);
+    });
+    if (const int error = done.wait(); error != 0) return error;
+    Committed& committed = committed_[file.ino()];
+    committed.size = snapshot.size;
+    committed.content = snapshot.inline_content;
+    for (const auto& [index, blob] : snapshot.segments) {
+      if (blob.empty()) {
+        committed.segments.erase(index);
+      } else {
+        committed.segments[index] = blob;
+      }
+    }
+    file.committed(snapshot.sequence);
+    engine_->discard(snapshot.garbage);
+    engine_->remove_objects(snapshot.dead);
+    return 0;
+  }
+
+ private:
+  void open() {
+    EngineConfig config;
+    for (int i = 0; i < options_.devices; ++i) {
+      const std::string path = directory_.path() + "/" + std::to_string(i);
+      std::filesystem::create_directories(path);
+      config.devices.emplace_back(static_cast<uint16_t>(i), path);
+    }
+    config.slot_bytes = options_.chunk_bytes;
+    config.staging_bytes = options_.slots * options_.chunk_bytes;
+    config.object_base = ++opened_;
+    auto opened = Engine::open(config);
+    REQUIRE_MESSAGE(opened.ok(), opened.status().message());
+    engine_ = opened.take();
+  }
+
+  const EngineOptions options_;
+  TempDirectory directory_;
+  std::unique_ptr<Engine> engine_;
+  uint64_t opened_ = 0;
+  std::map<uint64_t, Committed> committed_;
+};
+
+// A seed that is new each run unless FPFS_SEED says otherwise; printed when a test fails.
+inline uint64_t test_seed() {
+  const char* given = std::getenv("FPFS_SEED");
+  return given != nullptr ? std::stoull(given) : std::random_device{}();
+}
+
+}  // namespace fpfs::testing

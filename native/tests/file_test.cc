@@ -1,0 +1,227 @@
+// A file against the perfect model (a string), with random operations, reloads and little staging.
+#include <thread>
+
+#include "engine_fixture.h"
+
+namespace fpfs::testing {
+namespace {
+
+constexpr uint64_t kSizeMax = 1500 * 1000;
+
+class ModelRun {
+ public:
+  ModelRun(EngineOptions options, uint64_t seed) : fixture_(options), random_(seed) {
+    file_ = fixture_.load(7);
+  }
+
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      step();
+      const File::Attributes attributes = file_->attributes();
+      REQUIRE(attributes.size == model_.size());
+    }
+    check_all();
+    reload(true);
+    check_all();
+  }
+
+ private:
+  uint64_t below(uint64_t n) { return n == 0 ? 0 : random_() % n; }
+  // Sizes around the block and chunk boundaries, and small ones, are more interesting.
+  uint64_t length() {
+    switch (below(4)) {
+      case 0: return 1 + below(300);
+      case 1: return 1 + below(20000);
+      case 2: return kBlockBytes - 2 + below(5);
+      default: return 1 + below(400000);
+    }
+  }
+  std::string random_bytes(uint64_t n) {
+    std::string bytes(n, '\0');
+    for (char& c : bytes) c = static_cast<char>(random_());
+    return bytes;
+  }
+
+  void step() {
+    switch (below(16)) {
+      case 0: case 1: case 2: case 3: case 4: return write(below(kSizeMax / 2));
+      case 5: case 6: return write(model_.size());
+      case 7: case 8: case 9: return check(below(model_.size() + 1000), length());
+      case 10: return truncate(below(model_.size() + 1));
+      case 11: return below(3) == 0 ? truncate(0) : truncate(model_.size() + below(200000));
+      case 12: return punch();
+      case 13: return allocate();
+      case 14: REQUIRE(fixture_.commit(*file_, below(2) == 0) == 0); return;
+      default: if (below(4) == 0) reload(below(2) == 0);
+    }
+  }
+
+  void write(uint64_t offset) {
+    const std::string bytes = random_bytes(std::min(length(), kSizeMax - std::min(offset, kSizeMax - 1)));
+    REQUIRE(fixture_.write(*file_, offset, bytes) == 0);
+    if (model_.size() < offset + bytes.size()) model_.resize(offset + bytes.size());
+    model_.replace(offset, bytes.size(), bytes);
+  }
+
+  void truncate(uint64_t size) {
+    REQUIRE(fixture_.truncate(*file_, size) == 0);
+    model_.resize(size);
+  }
+
+  void punch() {
+    const uint64_t offset = below(model_.size() + 1);
+    const uint64_t n = length();
+    REQUIRE(fixture_.punch(*file_, offset, n) == 0);
+    if (offset < model_.size()) {
+      const uint64_t end = std::min<uint64_t>(model_.size(), offset + n);
+      std::fill(model_.begin() + static_cast<std::ptrdiff_t>(offset),
+                model_.begin() + static_cast<std::ptrdiff_t>(end), '\0');
+    }
+  }
+
+  void allocate() {
+    const uint64_t offset = below(kSizeMax / 2);
+    const uint64_t n = length();
+    const bool keep = below(2) == 0;
+    REQUIRE(fixture_.allocate(*file_, offset, n, keep) == 0);
+    if (!keep && model_.size() < offset + n) model_.resize(offset + n);
+  }
+
+  void check(uint64_t offset, uint64_t n) {
+    const std::string got = fixture_.read(*file_, offset, n);
+    const std::string want = offset < model_.size() ? model_.substr(offset, n) : std::string();
+    REQUIRE(got.size() == want.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (got[i] != want[i]) FAIL("byte " << offset + i << " of " << model_.size() << " differs");
+    }
+  }
+  void check_all() { check(0, model_.size() + 10); }
+
+  // Forgets the file and loads what was committed; with a new engine, as a remount does.
+  void reload(bool new_engine) {
+    REQUIRE(fixture_.commit(*file_, true) == 0);
+    REQUIRE(file_->idle());
+    file_.reset();
+    if (new_engine) {
+      fixture_.reopen();
+    } else {
+      const Status status = fixture_.engine().unload(7);
+      REQUIRE_MESSAGE(status.ok(), status.message());
+    }
+    file_ = fixture_.load(7);
+  }
+
+  EngineFixture fixture_;
+  std::mt19937_64 random_;
+  std::shared_ptr<File> file_;
+  std::string model_;
+};
+
+}  // namespace
+
+TEST_CASE("a file equals a string under random operations") {
+  const uint64_t seed = test_seed();
+  for (const int devices : {1, 3}) {
+    for (const uint64_t chunk : {uint64_t{64 * 1024}, uint64_t{256 * 1024}}) {
+      CAPTURE(seed);
+      CAPTURE(devices);
+      CAPTURE(chunk);
+      ModelRun({devices, chunk, 24}, seed).run(400);
+    }
+  }
+}
+
+TEST_CASE("writers, readers and commits at once lose nothing") {
+  EngineFixture fixture({2, 256 * 1024, 20});
+  const std::shared_ptr<File> file = fixture.load(3);
+  constexpr uint64_t kLane = 3 * 1000 * 1000;
+  constexpr int kWriters = 3;
+  const auto byte_at = [](uint64_t lane, uint64_t i) {
+    return static_cast<char>((i * 31 + lane * 7 + i / 251) & 0xff);
+  };
+  std::atomic<bool> writing{true};
+  std::vector<std::thread> threads;
+  for (uint64_t lane = 0; lane < kWriters; ++lane) {
+    threads.emplace_back([&, lane] {
+      std::mt19937_64 random(lane);
+      for (uint64_t at = 0; at < kLane;) {
+        const uint64_t n = std::min<uint64_t>(kLane - at, 1 + random() % 150000);
+        std::string bytes(n, '\0');
+        for (uint64_t i = 0; i < n; ++i) bytes[i] = byte_at(lane, at + i);
+        CHECK(fixture.write(*file, lane * kLane + at, bytes) == 0);
+        CHECK(fixture.read(*file, lane * kLane + at, n) == bytes);
+        at += n;
+      }
+    });
+  }
+  std::thread committer([&] {
+    while (writing) CHECK(fixture.commit(*file, false) == 0);
+  });
+  for (std::thread& thread : threads) thread.join();
+  writing = false;
+  committer.join();
+  CHECK(fixture.commit(*file, true) == 0);
+  CHECK(file->idle());
+  for (uint64_t lane = 0; lane < kWriters; ++lane) {
+    const std::string got = fixture.read(*file, lane * kLane, kLane);
+    REQUIRE(got.size() == kLane);
+    for (uint64_t i = 0; i < kLane; ++i) {
+      if (got[i] != byte_at(lane, i)) FAIL("lane " << lane << " byte " << i);
+    }
+  }
+}
+
+TEST_CASE("hundreds of files with partly filled chunks share little staging") {
+  EngineFixture fixture({2, 64 * 1024, 16});
+  std::vector<std::shared_ptr<File>> files;
+  for (uint64_t ino = 1; ino <= 300; ++ino) {
+    files.push_back(fixture.load(ino));
+    REQUIRE(fixture.write(*files.back(), 0, std::string(20000, 'a')) == 0);
+  }
+  for (const auto& file : files) {
+    REQUIRE(fixture.write(*file, 20000, std::string(20000, 'b')) == 0);
+  }
+  for (const auto& file : files) {
+    REQUIRE(fixture.commit(*file, true) == 0);
+    CHECK(fixture.read(*file, 0, 50000) == std::string(20000, 'a') + std::string(20000, 'b'));
+  }
+}
+
+TEST_CASE("a small file stays inline until it outgrows the catalog") {
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(5);
+  REQUIRE(fixture.write(*file, 100, "small") == 0);
+  SnapshotData seen;
+  Delivery<int> done;
+  file->drain(true, [&](int error, SnapshotData data) {
+    seen = std::move(data);
+    done.put(error);
+  });
+  REQUIRE(done.wait() == 0);
+  CHECK(seen.inline_content == std::string(100, '\0') + "small");
+  CHECK(seen.objects.empty());
+  file->committed(seen.sequence);
+  CHECK(file->idle());
+  REQUIRE(fixture.write(*file, kInlineBytesMax, "x") == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, 100, 5) == "small");
+  CHECK(fixture.read(*file, kInlineBytesMax, 5) == "x");
+}
+
+TEST_CASE("seek finds data and holes") {
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(9);
+  REQUIRE(fixture.write(*file, 5 * kBlockBytes, std::string(10, 'x')) == 0);
+  REQUIRE(fixture.truncate(*file, 20 * kBlockBytes) == 0);
+  for (const bool committed : {false, true}) {
+    if (committed) REQUIRE(fixture.commit(*file, true) == 0);
+    CHECK(file->seek(0, true) == 5 * kBlockBytes);
+    CHECK(file->seek(0, false) == 0);
+    CHECK(file->seek(5 * kBlockBytes + 3, true) == 5 * kBlockBytes + 3);
+    CHECK(file->seek(5 * kBlockBytes, false) == 6 * kBlockBytes);
+    CHECK(file->seek(6 * kBlockBytes, true) == -ENXIO);
+    CHECK(file->seek(20 * kBlockBytes, false) == -ENXIO);
+  }
+}
+
+}  // namespace fpfs::testing
