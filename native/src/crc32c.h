@@ -1,7 +1,7 @@
 // CRC32C (Castagnoli, reflected polynomial 0x82F63B78), as in iSCSI (RFC 3720, appendix B.4).
 //
-// Threads: all functions are pure and may run anywhere. The implementation is chosen once, from what
-// the processor offers.
+// Threads: all functions are pure and may run anywhere. The implementation is chosen once, from
+// what the processor offers.
 #pragma once
 
 #include <cstddef>

@@ -167,8 +167,9 @@ int NativeDevice::change(IoRequest* request) {
   if (request->op == IoOp::Allocate) return allocate(request);
   const int result = transfer_blocking(request);
   if (request->op == IoOp::Punch && result == -EOPNOTSUPP) {
-    log_once(&said_no_punch_, "no hole punching on this filesystem; the space of rewritten ranges " +
-                                  std::string("comes back only with the whole object"));
+    log_once(&said_no_punch_,
+             "no hole punching on this filesystem; the space of rewritten ranges " +
+                 std::string("comes back only with the whole object"));
     return 0;
   }
   return result;
@@ -258,7 +259,7 @@ void NativeDevice::close() {
   if (backend_ == nullptr) return;
   pool_worker_.post([this] {
     if (const int error = pool_.clear(); error != 0) {
-      log(kLogWarning, name() + ": unused objects could not be removed: " + std::strerror(-error));
+      log(kLogWarning, name() + ": unused objects could not be removed: " + error_text(-error));
     }
   });
   pool_worker_.stop();

@@ -5,7 +5,8 @@
 //   device's own threads, without locks held; it may submit further requests but must not block.
 // Errno: results are 0 or a negative errno; short transfers are continued inside, and a read past
 //   an object's end is filled with zeros.
-// Order: none among requests in flight, not even on one object; wait for complete() where it matters.
+// Order: none among requests in flight, not even on one object; wait for complete() where it
+// matters.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ enum class IoBackend { Auto, IoUring, Threads };
 // How records of the native plane reach the log. Called from any thread.
 using LogSink = std::function<void(int level, const std::string& message)>;
 
-// A name for an object. It holds nothing open: the device keeps a bounded number of descriptors, and
-// one that a request uses stays open until the request completes.
+// A name for an object. It holds nothing open: the device keeps a bounded number of descriptors,
+// and one that a request uses stays open until the request completes.
 class Object {
  public:
   explicit Object(uint64_t id) : id_(id) {}
@@ -87,8 +88,8 @@ struct DeviceConfig {
   uint32_t depth = 16;
   IoBackend backend = IoBackend::Auto;
   uint64_t object_id_first = 1;
-  uint64_t reserve_bytes = 0;  // kept free for the catalog: Allocate answers ENOSPC below this
-  uint32_t pool_objects = 8;   // objects kept ready, their directory entries durable
+  uint64_t reserve_bytes = 0;      // kept free for the catalog: Allocate answers ENOSPC below this
+  uint32_t pool_objects = 8;       // objects kept ready, their directory entries durable
   uint32_t open_files_max = 1024;  // descriptors kept open; those in use may exceed it
   LogSink log;
 };

@@ -2,7 +2,8 @@
 //
 // Ownership: a submitted request is the backend's until it calls BackendOwner::finished() or
 //   blocked() for it; a retired file until close_file().
-// Threads: submit() and retire() from any thread, without blocking. The owner's functions are called
+// Threads: submit() and retire() from any thread, without blocking. The owner's functions are
+// called
 //   on the backend's threads, without locks held.
 #pragma once
 
@@ -106,9 +107,7 @@ class RequestQueue {
 // Reads go first, since a program waits for each; one of every kReadsInRow + 1 others still passes.
 class TransferQueue {
  public:
-  void push(IoRequest* request) {
-    (request->op == IoOp::Read ? reads_ : others_).push(request);
-  }
+  void push(IoRequest* request) { (request->op == IoOp::Read ? reads_ : others_).push(request); }
 
   IoRequest* pop() {
     const bool read = !reads_.empty() && (others_.empty() || reads_in_row_ < kReadsInRow);

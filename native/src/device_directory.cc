@@ -87,8 +87,7 @@ int ObjectDirectory::open_object(uint64_t id, OpenMode mode) const {
   if (!folder) return -errno;
   // O_NONBLOCK only for the moment of opening: a pipe put in an object's place must not hold the
   // thread, but with the flag left on io_uring would answer EAGAIN instead of waiting.
-  const int flags =
-      (mode == OpenMode::ReadOnly ? O_RDONLY : O_RDWR) | (direct_ ? O_DIRECT : 0);
+  const int flags = (mode == OpenMode::ReadOnly ? O_RDONLY : O_RDWR) | (direct_ ? O_DIRECT : 0);
   FileDescriptor file(open_at(folder.get(), object_name(id).c_str(), flags | O_NONBLOCK));
   if (!file) return file.release();  // the negative errno
   struct stat status {};
@@ -133,7 +132,8 @@ int64_t ObjectDirectory::bytes_free() const {
   while (::fstatvfs(root_.get(), &status) != 0) {
     if (errno != EINTR) return -errno;
   }
-  if (status.f_blocks == 0) return std::numeric_limits<int64_t>::max();  // it does not count (ramfs)
+  if (status.f_blocks == 0)
+    return std::numeric_limits<int64_t>::max();  // it does not count (ramfs)
   const uint64_t bytes = uint64_t{status.f_bavail} * status.f_frsize;
   return static_cast<int64_t>(std::min<uint64_t>(bytes, std::numeric_limits<int64_t>::max()));
 }

@@ -1,10 +1,10 @@
 // The objects directory of a device: paths of objects, and the blocking calls on them.
 //
-// An object with id 0x12ab lies at `ab/00000000000012ab`. Names are resolved from a descriptor of the
-// directory and never through symbolic links, so a hostile directory leads nowhere else.
+// An object with id 0x12ab lies at `ab/00000000000012ab`. Names are resolved from a descriptor of
+// the directory and never through symbolic links, so a hostile directory leads nowhere else.
 //
-// Threads: all methods may run at the same time, and may block. Results are 0, or a descriptor, or a
-// negative errno.
+// Threads: all methods may run at the same time, and may block. Results are 0, or a descriptor, or
+// a negative errno.
 #pragma once
 
 #include <cstdint>

@@ -34,8 +34,7 @@ int OpenFiles::acquire(IoRequest* request) {
   {
     MutexLock lock(mutex_);
     const auto found = files_.find(id);  // another thread may have been faster
-    pin(found != files_.end() ? found->second.get() : insert(id, std::move(fd), mode),
-        request);
+    pin(found != files_.end() ? found->second.get() : insert(id, std::move(fd), mode), request);
     shrink(&retired);
   }
   hand_over(std::move(retired));

@@ -4,7 +4,8 @@
 //   `retire` function, which owns them then, when the bound asks for it or their object is removed.
 // Invariants:
 //   * A pinned file is never retired.
-//   * With buffered writes, a file is retired only after a flush of all that was written through it:
+//   * With buffered writes, a file is retired only after a flush of all that was written through
+//   it:
 //     an error of writeback reaches a flush on the descriptor that wrote, and perhaps no other.
 // Threads: all methods from any thread; only acquire() may block. `retire` is called without locks.
 #pragma once

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
-#include <cstring>
 
 namespace fpfs {
 namespace {
@@ -14,7 +13,7 @@ namespace {
 constexpr uint64_t kPieceBytesMax = uint64_t{1} << 30;
 
 Status failed(int negative_errno, const char* what) {
-  return Status(-negative_errno, std::string(what) + ": " + std::strerror(-negative_errno));
+  return Status(-negative_errno, std::string(what) + ": " + error_text(-negative_errno));
 }
 
 }  // namespace
@@ -51,8 +50,8 @@ Status Ring::register_buffers(const std::vector<MemoryRegion>& regions) {
     }
   }
   if (vectors.empty()) return {};
-  const int result = io_uring_register_buffers(&ring_, vectors.data(),
-                                               static_cast<unsigned>(vectors.size()));
+  const int result =
+      io_uring_register_buffers(&ring_, vectors.data(), static_cast<unsigned>(vectors.size()));
   if (result < 0) return failed(result, "registering buffers");
   pieces_ = std::move(pieces);
   return {};

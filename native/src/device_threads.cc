@@ -1,4 +1,5 @@
-// Backend of plain pread and pwrite on `depth` threads, for kernels and containers without io_uring.
+// Backend of plain pread and pwrite on `depth` threads, for kernels and containers without
+// io_uring.
 //
 // Concurrency: one mutex guards the queue; a thread holds no lock while it works on a request.
 

@@ -17,7 +17,6 @@
 #include <atomic>
 #include <cassert>
 #include <cstdlib>
-#include <cstring>
 #include <future>
 #include <utility>
 
@@ -133,7 +132,8 @@ void RingBackend::stop() {
   if (!thread_.joinable()) return;
   stopping_.store(true, std::memory_order_seq_cst);
   const uint64_t one = 1;
-  // The wakeup's read must complete whether the thread sleeps or not: it may not outlive the thread.
+  // The wakeup's read must complete whether the thread sleeps or not: it may not outlive the
+  // thread.
   [[maybe_unused]] const ssize_t written = ::write(event_.get(), &one, sizeof one);
   assert(written == sizeof one);
   thread_.join();
@@ -257,10 +257,11 @@ void RingBackend::wait() {
       sleeping_.store(false, std::memory_order_seq_cst);
     }
   }
-  // Interrupted, or short of memory or of room for completions: reap, and submit the rest next time.
+  // Interrupted, or short of memory or of room for completions: reap, and submit the rest next
+  // time.
   const bool passing = result == -EINTR || result == -EAGAIN || result == -EBUSY;
   if (result < 0 && !passing) {
-    config_.log(50, config_.name + ": io_uring_enter: " + std::strerror(-result));
+    config_.log(50, config_.name + ": io_uring_enter: " + error_text(-result));
     std::abort();  // requests in flight can neither be finished nor taken back
   }
 }

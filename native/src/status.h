@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cerrno>
-#include <cstring>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace fpfs {
+
+// The text of a positive errno, from any thread.
+inline std::string error_text(int error) { return std::generic_category().message(error); }
 
 // A Status is 0 (success) or an errno, with an optional message for the log.
 class [[nodiscard]] Status {
@@ -17,7 +20,7 @@ class [[nodiscard]] Status {
 
   static Status from_errno(const std::string& what) {
     const int error = errno;
-    return Status(error, what + ": " + std::strerror(error));
+    return Status(error, what + ": " + error_text(error));
   }
 
   bool ok() const { return error_ == 0; }

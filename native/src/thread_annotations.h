@@ -1,7 +1,8 @@
 // Locks that clang's thread safety analysis understands: Mutex, MutexLock, CondVar and GUARDED_BY.
 //
-// A field shared between threads is either atomic or carries GUARDED_BY(mutex). `make lint` compiles
-// with clang -Wthread-safety; other compilers see plain std::mutex and std::condition_variable.
+// A field shared between threads is either atomic or carries GUARDED_BY(mutex). `make lint`
+// compiles with clang -Wthread-safety; other compilers see plain std::mutex and
+// std::condition_variable.
 #pragma once
 
 #include <chrono>

@@ -22,8 +22,8 @@ namespace {
 
 using testing::AlignedBuffer;
 using testing::ChildResult;
-using testing::Created;
 using testing::create;
+using testing::Created;
 using testing::LogLines;
 using testing::open_device;
 using testing::run;
@@ -79,8 +79,8 @@ TEST_CASE("child: a device without io_uring" * doctest::skip()) {
 
 TEST_CASE("device: without io_uring threads are used, and the log says so") {
   for (const unsigned error : {unsigned{EPERM}, unsigned{ENOSYS}}) {
-    const ChildResult child = run_child("child: a device without io_uring",
-                                        [error] { return forbid_io_uring(error); });
+    const ChildResult child =
+        run_child("child: a device without io_uring", [error] { return forbid_io_uring(error); });
     CHECK_MESSAGE(child.passed(), child.output);
   }
 }

@@ -1,4 +1,5 @@
-// What tests of devices share: directories, aligned memory, requests to wait for, and both backends.
+// What tests of devices share: directories, aligned memory, requests to wait for, and both
+// backends.
 #pragma once
 
 #include <doctest/doctest.h>

@@ -14,8 +14,8 @@ namespace fpfs {
 namespace {
 
 using testing::AlignedBuffer;
-using testing::Created;
 using testing::create;
+using testing::Created;
 using testing::Delivery;
 using testing::Fixture;
 using testing::open_device;
@@ -138,7 +138,7 @@ TEST_CASE_TEMPLATE("device: names that lead elsewhere are not followed", Backend
   const auto read = [&](uint64_t id) {
     return run(device, IoOp::Read, device.object(id), 0, kBlock, block.data());
   };
-  CHECK(read(0xf1) == -ELOOP);    // a link in the object's place
+  CHECK(read(0xf1) == -ELOOP);     // a link in the object's place
   CHECK(read(0x1f2) == -ENOTDIR);  // a link in the folder's place
   CHECK(read(0x1f1) == -EISDIR);
   const int pipe = read(0x2f1);

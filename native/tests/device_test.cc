@@ -16,8 +16,8 @@ namespace fpfs {
 namespace {
 
 using testing::AlignedBuffer;
-using testing::Created;
 using testing::create;
+using testing::Created;
 using testing::Delivery;
 using testing::Fixture;
 using testing::open_device;

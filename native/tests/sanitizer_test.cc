@@ -54,7 +54,8 @@ TEST_CASE("sanitizer: it reports what it is there for") {
     MESSAGE("skipped: this build has no sanitizer");
     return;
   }
-  if (sanitizer == "address") check_reported("child: read behind an allocation", "AddressSanitizer");
+  if (sanitizer == "address")
+    check_reported("child: read behind an allocation", "AddressSanitizer");
   if (sanitizer != "thread") check_reported("child: signed overflow", "signed integer overflow");
   if (sanitizer == "thread") check_reported("child: data race", "ThreadSanitizer: data race");
 }
