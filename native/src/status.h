@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cerrno>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <system_error>
