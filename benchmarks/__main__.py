@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import sys
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def main() -> int:
         return 2
     results = measure(options, console)
     report.print_verdicts(console, results)
+    if results:
+        report.print_machine(console, json.loads((options.results / "results.json").read_text()))
     console.print(f"JSON and plot: {options.results}")
     passed = all(verdict.passed for result in results for verdict in result.verdicts)
     return 0 if passed else 1

@@ -66,11 +66,12 @@ class FpfsMount:
     """A mounted fpfs and its tools, used as a user would."""
 
     def __init__(
-        self, devices: Sequence[Path], mountpoint: Path, *, options: Sequence[str]
+        self, devices: Sequence[Path], mountpoint: Path, *, log: Path, options: Sequence[str]
     ) -> None:
         self.path = mountpoint
+        self._log = log
         arguments = [text for device in devices for text in ("-d", str(device))]
-        _tool("fpfs", "mount", *arguments, *options, str(mountpoint))
+        _tool("fpfs", "mount", *arguments, "--log", str(log), *options, str(mountpoint))
 
     def flush(self) -> None:
         """Wait until everything is durable."""
@@ -83,7 +84,13 @@ class FpfsMount:
 
     def unmount(self) -> None:
         """Returns when all is durable."""
-        _tool("fpfs", "umount", str(self.path))
+        try:
+            _tool("fpfs", "umount", str(self.path))
+        finally:
+            for line in self._log.read_text().splitlines():
+                if " INFO " not in line:
+                    print(f"{self._log.name}: {line}", file=sys.stderr)
+            self._log.unlink()
 
 
 class Bench:
@@ -117,7 +124,8 @@ class Bench:
             parents = filesystems or [self.directory]
             devices = [stack.enter_context(self.plain("device", parent=p)) for p in parents]
             mountpoint = stack.enter_context(self.plain("mount"))
-            mount = FpfsMount(devices, mountpoint, options=options)
+            log = mountpoint.with_suffix(".log")
+            mount = FpfsMount(devices, mountpoint, log=log, options=options)
             stack.callback(mount.unmount)
             self.arena_bytes = mount.status()["staging"]["bytes_total"]
             yield mount

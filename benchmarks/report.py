@@ -57,6 +57,20 @@ def print_verdicts(console: Console, results: Sequence[GroupResult]) -> None:
     console.print(table)
 
 
+def print_machine(console: Console, document: dict[str, Any]) -> None:
+    """The machine and the scale, from a written document."""
+    machine, scale = document["machine"], document["scale"]
+    arena = machine["arena_bytes"]
+    console.print(
+        f"{machine['processors']} processors, {machine['memory_kib'] / 2**20:.0f} GiB, kernel"
+        f" {machine['kernel']}, {machine['filesystem']};"
+        f" arena {'unknown' if arena is None else f'{arena / 2**20:.0f} MiB'};"
+        f" states of {scale['tensors']}, {scale['tensors_large']} (large) and"
+        f" {scale['tensors_lab']} (lab) tensors of 64 MiB",
+        highlight=False,
+    )
+
+
 def as_json(
     results: Sequence[GroupResult], *, machine: dict[str, Any], scale: dict[str, Any]
 ) -> dict[str, Any]:

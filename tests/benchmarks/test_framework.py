@@ -1,0 +1,147 @@
+"""The benchmarks' own logic: the order of play, the verdicts, the report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.framework import (
+    Bound,
+    Contender,
+    Entry,
+    Group,
+    GroupResult,
+    Missing,
+    Sense,
+    Spread,
+    Unavailable,
+    run_group,
+)
+from benchmarks.places import QUICK, Bench
+
+
+def ignore(text: str) -> None:
+    """No progress is shown."""
+
+
+def group_of(
+    *entries: Entry, bounds: tuple[Bound, ...] = (), rounds_max: int | None = None
+) -> Group:
+    """A group that is ready at once."""
+
+    @contextlib.contextmanager
+    def opened(bench: Bench) -> Iterator[Sequence[Entry]]:
+        yield entries
+
+    return Group(
+        name="g", title="t", unit="GB/s", open=opened, bounds=bounds, rounds_max=rounds_max
+    )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A stage without anything on it."""
+    made = Bench(tmp_path, scale=QUICK)
+    yield made
+    made.close()
+
+
+def play_values(bench: Bench, *, rounds: int = 5, bounds: tuple[Bound, ...]) -> GroupResult:
+    """One contender that gains 1 each round, beside a constant peer."""
+    own = iter(range(1, 100))
+    entries = (
+        Contender(name="own", play=lambda: float(next(own))),
+        Contender(name="peer", play=lambda: 2.0),
+    )
+    return run_group(group_of(*entries, bounds=bounds), bench, rounds=rounds, progress=ignore)
+
+
+def test_every_contender_plays_once_a_round_and_nobody_always_follows_the_same(
+    bench: Bench,
+) -> None:
+    played: list[str] = []
+
+    def contender(name: str) -> Contender:
+        return Contender(
+            name=name,
+            prepare=lambda: played.append(f"{name}-prepared"),
+            play=lambda: played.append(name) or 1.0,
+            settle=lambda: played.append(f"{name}-settled"),
+        )
+
+    group = group_of(contender("a"), contender("b"), contender("c"))
+    run_group(group, bench, rounds=4, progress=ignore)
+    assert played[:3] == ["a-prepared", "a", "a-settled"]
+    names = [name for name in played if "-" not in name]
+    rounds = [names[index : index + 3] for index in range(0, 12, 3)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert len({tuple(order) for order in rounds}) == 4
+
+
+def test_a_ratio_is_of_medians_and_its_spread_of_pairs(bench: Bench) -> None:
+    bound = Bound(contender="own", peer="peer", peer_factor=0.5, figure=3.0)
+    (verdict,) = play_values(bench, bounds=(bound,)).verdicts
+    assert verdict.measured == 3.0
+    assert verdict.paired == Spread(median=3.0, low=2.0, high=4.0)
+    assert verdict.passed
+
+
+def test_bounds_fail_on_the_wrong_side(bench: Bench) -> None:
+    bounds = (
+        Bound(contender="own", figure=3.1),
+        Bound(contender="own", figure=2.9, sense=Sense.AT_MOST),
+        Bound(contender="own", figure=3.0, sense=Sense.AT_MOST),
+    )
+    result = play_values(bench, bounds=bounds)
+    assert [verdict.passed for verdict in result.verdicts] == [False, False, True]
+
+
+def test_what_is_missing_is_said_and_not_judged(bench: Bench) -> None:
+    group = group_of(
+        Contender(name="own", play=lambda: 1.0),
+        Missing(name="peer", reason="not installed"),
+        bounds=(Bound(contender="own", peer="peer", figure=1),),
+    )
+    result = run_group(group, bench, rounds=2, progress=ignore)
+    assert result.verdicts == ()
+    assert [missing.reason for missing in result.missing] == ["not installed"]
+
+
+def test_a_group_that_cannot_be_measured_says_why(bench: Bench) -> None:
+    def play() -> float:
+        raise Unavailable("needs root")
+
+    group = group_of(Contender(name="own", play=play))
+    result = run_group(group, bench, rounds=2, progress=ignore)
+    assert result.unavailable == "needs root"
+    console = Console(record=True, width=120)
+    report.print_verdicts(console, [result])
+    assert "not measured: needs root" in console.export_text()
+
+
+def test_a_group_may_play_fewer_rounds(bench: Bench) -> None:
+    group = group_of(Contender(name="own", play=lambda: 1.0), rounds_max=1)
+    assert run_group(group, bench, rounds=5, progress=ignore).values == {"own": [1.0]}
+
+
+def test_the_report_has_every_value_and_a_plot(bench: Bench, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = play_values(bench, bounds=(Bound(contender="own", peer="peer", figure=9),))
+    machine = report.describe_machine(tmp_path, arena_bytes=1024)
+    document = report.as_json([result], machine=machine, scale={})
+    report.write_json(document, tmp_path / "results.json")
+    report.plot([result], tmp_path / "results.png")
+    read = json.loads((tmp_path / "results.json").read_text())
+    assert read["groups"][0]["values"]["own"] == [1, 2, 3, 4, 5]
+    assert read["groups"][0]["requirements"][0]["passed"] is False
+    assert read["machine"]["filesystem"] != "unknown"
+    assert (tmp_path / "results.png").stat().st_size > 1000
+    console = Console(record=True, width=120)
+    report.print_group(console, result)
+    assert "FAIL own / (peer) ≥ 9: 1.50" in console.export_text()
