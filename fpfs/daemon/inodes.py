@@ -21,7 +21,7 @@ import trio
 
 from fpfs.core.engine import Layout
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
-from fpfs.daemon.catalog_contents import fetch_content
+from fpfs.daemon.catalog_contents import Content, fetch_content
 from fpfs.daemon.catalog_schema import ROOT_INO
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
+
+EMPTY = Content(b"", [])
+"""The content of a file without size and without preallocated space: not worth a query."""
 
 _layout_decoder = msgspec.msgpack.Decoder(Layout)
 
@@ -179,16 +182,17 @@ class InodeTable:
         """
         if self._engine.loaded(inode.ino):
             return
-        content = await self._catalog.read(lambda t: fetch_content(t, inode.ino))
-        if self._engine.loaded(inode.ino):
-            return
-        is_empty = inode.size == 0 and not content.segments
+        content = EMPTY
+        if inode.size or inode.allocated_bytes:
+            content = await self._catalog.read(lambda t: fetch_content(t, inode.ino))
+            if self._engine.loaded(inode.ino):
+                return
         self._engine.load(
             inode.ino,
             size=inode.size,
             mtime_ns=inode.mtime_ns,
             ctime_ns=inode.ctime_ns,
-            inline=b"" if is_empty else content.inline,
+            inline=content.inline,
             segments=content.segments,
             layout=decode_layout(inode.layout),
         )
