@@ -41,7 +41,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--directory", type=Path, default=Path("/var/tmp"), help="where to write (a real disk)"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="for results.json and .png")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="for results.json, .md, .png")
     return parser.parse_args(arguments)
 
 
@@ -91,6 +91,7 @@ def _save(results: list[GroupResult], bench: Bench, options: argparse.Namespace)
     options.results.mkdir(parents=True, exist_ok=True)
     document = report.as_json(results, machine=machine, scale=scale)
     report.write_json(document, options.results / "results.json")
+    (options.results / "results.md").write_text(report.as_markdown(results))
     report.plot(results, options.results / "results.png")
 
 
@@ -109,7 +110,7 @@ def main() -> int:
     report.print_verdicts(console, results)
     if results:
         report.print_machine(console, json.loads((options.results / "results.json").read_text()))
-    console.print(f"JSON and plot: {options.results}")
+    console.print(f"JSON, tables and plot: {options.results}")
     passed = all(verdict.passed for result in results for verdict in result.verdicts)
     return 0 if passed else 1
 

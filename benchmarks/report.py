@@ -155,6 +155,27 @@ def _draw(axis: Any, result: GroupResult) -> None:
     axis.tick_params(labelsize=8)
 
 
+def as_markdown(results: Sequence[GroupResult]) -> str:
+    """Medians and verdicts as two tables for the documentation."""
+    lines = ["| group | contender | median | quartiles | unit |", "|---|---|---:|---:|---|"]
+    for result in results:
+        for name, values in result.values.items():
+            spread = Spread.of(values)
+            lines.append(
+                f"| {result.group.name} | {name} | {_number(spread.median)}"
+                f" | {_quartiles(spread)} | {result.group.unit} |"
+            )
+    lines += ["", "| group | required | measured | quartiles of the rounds | |"]
+    lines += ["|---|---|---:|---:|---|"]
+    for result in results:
+        for verdict in result.verdicts:
+            lines.append(
+                f"| {result.group.name} | {verdict.bound.text} | {_number(verdict.measured)}"
+                f" | {_quartiles(verdict.paired)} | {'pass' if verdict.passed else '**missed**'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def write_json(document: dict[str, Any], path: Path) -> None:
     """Write a document for programs and for comparing runs."""
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -21,7 +21,6 @@ BUFFER_BYTES = 256 * 1024 * 1024
 
 @functools.cache
 def _handle_and_buffer() -> tuple[Any, Any]:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -58,6 +57,7 @@ class _UtilsOnProcessors:
 
 def save(state: dict[str, Any], path: str, *, legacy: bool) -> None:
     """torch.save through the writer; returns when it has closed the file."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from deepspeed.io import FastFileWriter, FastFileWriterConfig, fast_file_writer
 

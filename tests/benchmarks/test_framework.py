@@ -142,6 +142,7 @@ def test_the_report_has_every_value_and_a_plot(bench: Bench, tmp_path: Path) -> 
     assert read["groups"][0]["requirements"][0]["passed"] is False
     assert read["machine"]["filesystem"] != "unknown"
     assert (tmp_path / "results.png").stat().st_size > 1000
+    assert "| g | own | 3.00 | 2.00 … 4.00 | GB/s |" in report.as_markdown([result])
     console = Console(record=True, width=120)
     report.print_group(console, result)
     assert "FAIL own / (peer) ≥ 9: 1.50" in console.export_text()
