@@ -4,7 +4,7 @@
   python -m benchmarks --quick save lab     groups whose name contains a word, small and short
   python -m benchmarks --list               the names of the groups
 
-Exit status 1 if a requirement was missed. Results go to benchmarks/results/local/.
+Exit status 1 if a requirement was missed or a group failed. Results go to benchmarks/results/local/.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--directory", type=Path, default=Path("/var/tmp"), help="where to write (a real disk)"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="for results.json, .md, .png")
+    parser.add_argument("--document", type=Path, help="a document whose tables are replaced")
     return parser.parse_args(arguments)
 
 
@@ -61,6 +62,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[GroupResult]:
     scale = QUICK if options.quick else FULL
     bench = Bench(options.directory, scale=scale)
     results: list[GroupResult] = []
+    load_before = os.getloadavg()[0]
     try:
         for group in selected(options.words):
             with console.status(group.name) as status:
@@ -75,9 +77,10 @@ def measure(options: argparse.Namespace, console: Console) -> list[GroupResult]:
     except KeyboardInterrupt:
         console.print("interrupted: the groups that were finished follow")
     finally:
-        if results:
-            _save(results, bench, options)
         bench.close()
+        if results:
+            conditions = _save(results, bench, options, load_before=load_before)
+            console.print(conditions, highlight=False)
     return results
 
 
@@ -85,14 +88,28 @@ def _show(status: Status, group_name: str, text: str) -> None:
     status.update(f"{group_name}: {text}")
 
 
-def _save(results: list[GroupResult], bench: Bench, options: argparse.Namespace) -> None:
-    machine = report.describe_machine(options.directory, arena_bytes=bench.arena_bytes)
+def _save(
+    results: list[GroupResult],
+    bench: Bench,
+    options: argparse.Namespace,
+    *,
+    load_before: float,
+) -> str:
+    """Write JSON, tables and plot; the sentence about the machine."""
+    machine = report.describe_machine(
+        options.directory, arena_bytes=bench.arena_bytes, load_before=load_before
+    )
     scale = dataclasses.asdict(bench.scale)
     options.results.mkdir(parents=True, exist_ok=True)
     document = report.as_json(results, machine=machine, scale=scale)
     report.write_json(document, options.results / "results.json")
-    (options.results / "results.md").write_text(report.as_markdown(results))
+    conditions = report.conditions(machine, scale)
+    tables = f"{conditions}\n\n{report.as_markdown(results)}"
+    (options.results / "results.md").write_text(tables)
+    if options.document:
+        report.update_document(options.document, tables)
     report.plot(results, options.results / "results.png")
+    return conditions
 
 
 def main() -> int:
@@ -108,10 +125,9 @@ def main() -> int:
         return 2
     results = measure(options, console)
     report.print_verdicts(console, results)
-    if results:
-        report.print_machine(console, json.loads((options.results / "results.json").read_text()))
     console.print(f"JSON, tables and plot: {options.results}")
     passed = all(verdict.passed for result in results for verdict in result.verdicts)
+    passed = passed and not any(result.failed for result in results)
     return 0 if passed else 1
 
 

@@ -11,6 +11,8 @@ Concurrency: one round at a time; a contender may use several processes within i
 from __future__ import annotations
 
 import statistics
+import subprocess
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -127,6 +129,7 @@ class GroupResult:
     missing: tuple[Missing, ...]
     verdicts: tuple[Verdict, ...]
     unavailable: str | None = None
+    failed: bool = False
 
 
 def run_group(
@@ -140,9 +143,18 @@ def run_group(
             missing = tuple(entry for entry in entries if isinstance(entry, Missing))
             values = _play(contenders, rounds=rounds, progress=progress)
     except Unavailable as error:
-        return GroupResult(group=group, values={}, missing=(), verdicts=(), unavailable=str(error))
+        return _unmeasured(group, str(error), failed=False)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        traceback.print_exc()  # the other groups are still worth measuring
+        return _unmeasured(group, f"failed: {error}", failed=True)
     verdicts = tuple(_judge(bound, values) for bound in group.bounds if _present(bound, values))
     return GroupResult(group=group, values=values, missing=missing, verdicts=verdicts)
+
+
+def _unmeasured(group: Group, reason: str, *, failed: bool) -> GroupResult:
+    return GroupResult(
+        group=group, values={}, missing=(), verdicts=(), unavailable=reason, failed=failed
+    )
 
 
 def _play(

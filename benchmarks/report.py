@@ -6,6 +6,7 @@ Concurrency: none.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import os
 import platform
@@ -18,6 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.framework import GroupResult, Spread, Verdict
+
+MARK_BEGIN = "<!-- measured: begin -->"
+MARK_END = "<!-- measured: end -->"
 
 
 def print_group(console: Console, result: GroupResult) -> None:
@@ -57,17 +61,16 @@ def print_verdicts(console: Console, results: Sequence[GroupResult]) -> None:
     console.print(table)
 
 
-def print_machine(console: Console, document: dict[str, Any]) -> None:
-    """The machine and the scale, from a written document."""
-    machine, scale = document["machine"], document["scale"]
+def conditions(machine: dict[str, Any], scale: dict[str, Any]) -> str:
+    """The machine and the scale in one sentence."""
     arena = machine["arena_bytes"]
-    console.print(
+    return (
         f"{machine['processors']} processors, {machine['memory_kib'] / 2**20:.0f} GiB, kernel"
-        f" {machine['kernel']}, {machine['filesystem']};"
+        f" {machine['kernel']}, {machine['filesystem']}, {machine['date']},"
+        f" load {machine['load_before']:.1f} before the run;"
         f" arena {'unknown' if arena is None else f'{arena / 2**20:.0f} MiB'};"
         f" states of {scale['tensors']}, {scale['tensors_large']} (large) and"
-        f" {scale['tensors_lab']} (lab) tensors of 64 MiB",
-        highlight=False,
+        f" {scale['tensors_lab']} (lab) tensors of 64 MiB."
     )
 
 
@@ -103,7 +106,9 @@ def _group_as_json(result: GroupResult) -> dict[str, Any]:
     }
 
 
-def describe_machine(directory: Path, *, arena_bytes: int | None) -> dict[str, Any]:
+def describe_machine(
+    directory: Path, *, arena_bytes: int | None, load_before: float
+) -> dict[str, Any]:
     """What a reader needs in order to judge the figures."""
     meminfo = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
@@ -114,6 +119,8 @@ def describe_machine(directory: Path, *, arena_bytes: int | None) -> dict[str, A
         "memory_kib": int(meminfo["MemTotal"].split()[0]),
         "filesystem": _filesystem_of(directory),
         "arena_bytes": arena_bytes,
+        "load_before": load_before,
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "python": platform.python_version(),
     }
 
@@ -174,6 +181,16 @@ def as_markdown(results: Sequence[GroupResult]) -> str:
                 f" | {_quartiles(verdict.paired)} | {'pass' if verdict.passed else '**missed**'} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def update_document(path: Path, text: str) -> None:
+    """Replace what a document says between its marks. ValueError if it has none."""
+    document = path.read_text()
+    before, begin, rest = document.partition(MARK_BEGIN)
+    _, end, after = rest.partition(MARK_END)
+    if not end:
+        raise ValueError(f"{path} has no lines '{MARK_BEGIN}' and '{MARK_END}'")
+    path.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def write_json(document: dict[str, Any], path: Path) -> None:

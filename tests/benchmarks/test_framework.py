@@ -125,6 +125,18 @@ def test_a_group_that_cannot_be_measured_says_why(bench: Bench) -> None:
     assert "not measured: needs root" in console.export_text()
 
 
+def test_a_group_that_fails_is_reported_and_stops_nothing(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def play() -> float:
+        raise OSError(28, "No space left on device")
+
+    result = run_group(group_of(Contender(name="own", play=play)), bench, rounds=2, progress=ignore)
+    assert result.failed
+    assert result.unavailable == "failed: [Errno 28] No space left on device"
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_group_may_play_fewer_rounds(bench: Bench) -> None:
     group = group_of(Contender(name="own", play=lambda: 1.0), rounds_max=1)
     assert run_group(group, bench, rounds=5, progress=ignore).values == {"own": [1.0]}
@@ -133,7 +145,7 @@ def test_a_group_may_play_fewer_rounds(bench: Bench) -> None:
 def test_the_report_has_every_value_and_a_plot(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = play_values(bench, bounds=(Bound(contender="own", peer="peer", figure=9),))
-    machine = report.describe_machine(tmp_path, arena_bytes=1024)
+    machine = report.describe_machine(tmp_path, arena_bytes=1024, load_before=0.5)
     document = report.as_json([result], machine=machine, scale={})
     report.write_json(document, tmp_path / "results.json")
     report.plot([result], tmp_path / "results.png")
@@ -142,7 +154,21 @@ def test_the_report_has_every_value_and_a_plot(bench: Bench, tmp_path: Path) -> 
     assert read["groups"][0]["requirements"][0]["passed"] is False
     assert read["machine"]["filesystem"] != "unknown"
     assert (tmp_path / "results.png").stat().st_size > 1000
+    scale = {"tensors": 1, "tensors_large": 2, "tensors_lab": 3}
+    assert "load 0.5 before the run; arena 0 MiB" in report.conditions(machine, scale)
     assert "| g | own | 3.00 | 2.00 … 4.00 | GB/s |" in report.as_markdown([result])
     console = Console(record=True, width=120)
     report.print_group(console, result)
     assert "FAIL own / (peer) ≥ 9: 1.50" in console.export_text()
+
+
+def test_the_document_keeps_what_is_outside_the_marks(tmp_path: Path) -> None:
+    document = tmp_path / "benchmarks.md"
+    document.write_text(f"head\n{report.MARK_BEGIN}\nold\n{report.MARK_END}\ntail\n")
+    for text in ("first\n", "new\n"):
+        report.update_document(document, text)
+    expected = f"head\n{report.MARK_BEGIN}\nnew\n{report.MARK_END}\ntail\n"
+    assert document.read_text() == expected
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="has no lines"):
+        report.update_document(document, "new\n")
