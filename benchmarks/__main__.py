@@ -4,7 +4,8 @@
   python -m benchmarks --quick save lab     groups whose name contains a word, small and short
   python -m benchmarks --list               the names of the groups
 
-Exit status 1 if a requirement was missed or a group failed. Results go to benchmarks/results/local/.
+Exit status 1 if a requirement was missed or a group failed. Results go to
+benchmarks/results/local/.
 """
 
 from __future__ import annotations
