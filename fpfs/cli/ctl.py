@@ -8,11 +8,10 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.table import Table
 
 import fpfs
-from fpfs.cli.show import run_app, show_failures
+from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
@@ -44,7 +43,7 @@ def status(mountpoint: str, /, *, json: Annotated[bool, Parameter(negative="")] 
 
 
 def _show_status(found: Status) -> None:
-    console = Console()
+    console = open_console()
     console.print(
         f"{found.mountpoint}: fpfs {found.version}, filesystem {found.filesystem_id},"
         f" server {found.server_pid}, answers {found.ack}, log {found.log or 'on stderr'}",

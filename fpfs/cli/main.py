@@ -6,11 +6,10 @@ import sys
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.table import Table
 
 import fpfs
-from fpfs.cli.show import run_app, show_failures
+from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.options import MountOptions, parse_mount_options
 from fpfs.daemon import launch
 
@@ -96,14 +95,16 @@ def _serve_here(mountpoint: str, devices: list[str], options: MountOptions) -> i
 
 
 def _show_started(started: launch.Started) -> None:
-    console = Console(soft_wrap=True)
+    console = open_console()
     verb = "formatted and mounted" if started.readiness.formatted else "mounted"
     devices = ", ".join(started.devices)
     console.print(
-        f"{verb} at {started.mountpoint} over {devices} (log {started.log})", highlight=False
+        f"{verb} at {started.mountpoint} over {devices} (log {started.log})",
+        highlight=False,
+        soft_wrap=True,
     )
     for note in started.readiness.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 @app.command(name=["umount", "unmount"])
@@ -119,7 +120,7 @@ def format_devices(*, device: Devices = None) -> int:
     table = Table("device", "directory", "id", title=f"filesystem {made.filesystem_id}")
     for entry in made.devices:
         table.add_row(str(entry.number), entry.path, entry.device_id)
-    Console().print(table)
+    open_console().print(table)
     return 0
 
 

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
+from rich.console import Console
 
 from fpfs.core.control import Flushed
 from fpfs.core.refusal import Refused
+
+PIPE_COLUMNS = 400
 
 
 def run_app(app: App, arguments: Sequence[str]) -> int:
@@ -30,6 +33,11 @@ def run_app(app: App, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{app.name[0]}: interrupted\n")
         return 130
     return int(status or 0)
+
+
+def open_console() -> Console:
+    """Where tables are printed; in a file or pipe they are as wide as they need to be."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def show_failures(flushed: Flushed) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import enum
 import os
+import select
 import socket
 import struct
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -159,6 +160,7 @@ class ControlClient:
         self._mountpoint = entry.mountpoint
         self._socket = self._connect(entry)
         self._lines = self._socket.makefile("rb")
+        self._server_fd = _open_process(peer(self._socket).pid)
 
     def _connect(self, entry: MountEntry) -> socket.socket:
         for folder in runtime_folders(entry.owner_uid):
@@ -169,7 +171,7 @@ class ControlClient:
                 connection.close()
                 continue
             # Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
-            if peer_uid(connection) in (0, entry.owner_uid):
+            if peer(connection).uid in (0, entry.owner_uid):
                 return connection
             connection.close()
         raise Refused(
@@ -218,8 +220,22 @@ class ControlClient:
             )
         return msgspec.json.decode(reply.result, type=kind)
 
+    def wait_for_exit(self, *, timeout_s: float) -> bool:
+        """Wait until the server's process is gone; False when it is not within the time.
+
+        True at once where the process cannot be seen (another pid namespace).
+        """
+        if self._server_fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._server_fd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def close(self) -> None:
         """Close the connection."""
+        if self._server_fd >= 0:
+            os.close(self._server_fd)
+            self._server_fd = -1
         self._lines.close()
         self._socket.close()
 
@@ -237,10 +253,27 @@ class ControlClient:
         self.close()
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
+class Peer(NamedTuple):
+    """Who is at the other end of a socket. `pid` is 0 for a process of another pid namespace."""
+
+    pid: int
+    uid: int
+
+
+def peer(connection: socket.socket) -> Peer:
+    """The process at the other end of a Unix socket, as the kernel knows it."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)
+    pid, uid, _gid = struct.unpack("3i", credentials)
+    return Peer(pid, uid)
+
+
+def _open_process(pid: int) -> int:
+    """A descriptor of a process, or -1 when it is gone or cannot be seen."""
+    if pid == 0:
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1

@@ -26,7 +26,7 @@ from fpfs.core.control import (
     Request,
     Status,
     Verb,
-    peer_uid,
+    peer,
 )
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ControlServer:
             await self._told_everybody.wait()
 
     def _allowed(self, connection: trio.socket.SocketType) -> bool:
-        uid = peer_uid(connection)  # type: ignore[arg-type]
+        uid = peer(connection).uid  # type: ignore[arg-type]
         return self._open_to_others or uid in (0, os.geteuid())
 
     async def _converse(self, connection: trio.socket.SocketType) -> None:

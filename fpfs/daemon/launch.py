@@ -25,6 +25,9 @@ from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import abort_connection, check_mountpoint, check_outside, unmount
 from fpfs.daemon.places import ARENA_FOLDER, default_device, default_log, make_runtime_folder
 
+EXIT_S = 10
+"""How long a server that has closed everything may take to leave."""
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a server is told, on its stdin. All paths are absolute.
@@ -225,4 +228,6 @@ def stop(mountpoint: str) -> Flushed:
     with ending, ControlClient(entry, asked=asked) as flushing:
         flushing.ask(Verb.FLUSH, Flushed)
         unmount(entry.mountpoint)
-        return ending.ask(Verb.END, Flushed)
+        final = ending.ask(Verb.END, Flushed)
+        ending.wait_for_exit(timeout_s=EXIT_S)
+        return final

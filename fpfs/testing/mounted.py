@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fpfs.core.control import ControlClient, Flushed, Status, Verb
 from fpfs.core.mounts import MountEntry, mount_at
+from fpfs.core.refusal import Refused
 from fpfs.daemon.mounting import abort_connection, unmount
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,11 +50,12 @@ def run_fpfs(
     module: str = "fpfs.cli.main",
     timeout_s: float = COMMAND_TIMEOUT_S,
     prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``fpfs`` (or another command's module) with this interpreter, whatever comes of it."""
     return subprocess.run(
         [*prefix, sys.executable, "-m", module, *(str(argument) for argument in arguments)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -99,6 +101,10 @@ class Mount:
     def unmount(self) -> None:
         """Unmount; returns when everything is durable and the server has ended."""
         check_fpfs("umount", self.root)
+        self.forget()
+
+    def forget(self) -> None:
+        """The test itself unmounted: nothing is left to do at the end."""
         live_mounts.remove(self)
 
     def remount(self) -> None:
@@ -166,7 +172,10 @@ class Mount:
         entry = self.entry()
         if entry is not None and entry.is_fpfs:
             abort_connection(entry.device)
-            unmount(entry.mountpoint, lazy=True)
+            # A server that lives takes its own mount away when its connection ends.
+            with contextlib.suppress(Refused):
+                unmount(entry.mountpoint, lazy=True)
+            assert self.entry() is None, f"{self.root} cannot be unmounted"
         if self.server_pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.server_pid, signal.SIGKILL)

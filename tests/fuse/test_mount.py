@@ -1,0 +1,330 @@
+"""Mounting and unmounting with the real commands: what works, and every refusal's message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fpfs.core.mounts import mount_at
+from fpfs.testing.mounted import (
+    REPOSITORY,
+    Mount,
+    check_fpfs,
+    mounted,
+    run_fpfs,
+)
+
+CTL = "fpfs.cli.ctl"
+
+
+def refusal(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
+    """The one line with which ``fpfs`` refuses; nothing may be mounted by it.
+
+    The last argument is the mountpoint (or what stands in its place).
+    """
+    before = mount_at(str(arguments[-1]))
+    done = run_fpfs(*arguments, environment=environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert re.fullmatch(r"fpfs: [^\n]+: [^\n]+; [^\n]+\n", done.stderr), done.stderr
+    assert mount_at(str(arguments[-1])) == before
+    return done.stderr
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """An empty device directory and an empty mountpoint."""
+    device, mountpoint = tmp_path / "device", tmp_path / "mount"
+    device.mkdir()
+    mountpoint.mkdir()
+    return device, mountpoint
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_mount_returns_when_the_mount_answers_and_umount_when_all_is_durable() -> None:
+    with mounted(devices=3) as mount:
+        entry = mount.entry()
+        assert entry is not None
+        assert entry.is_fpfs
+        assert os.listdir(mount.root) == []
+        content = os.urandom(5_000_001)
+        (mount.root / "file").write_bytes(content)
+        mount.unmount()
+        assert mount.entry() is None
+        assert os.listdir(mount.root) == []
+        assert not is_running(mount.server_pid)
+        mount.mount()
+        assert (mount.root / "file").read_bytes() == content
+
+
+def test_what_mount_says() -> None:
+    with mounted(devices=2) as mount:
+        mount.unmount()
+        arguments = ["-d", mount.devices[0], "-d", mount.devices[1], "--log", mount.log]
+        said = check_fpfs("mount", *arguments, "--staging", "16M", mount.root)
+        first, second = mount.devices
+        mounted_line, note = said.splitlines()
+        assert mounted_line == f"mounted at {mount.root} over {first}, {second} (log {mount.log})"
+        assert note.startswith(f"note: {first} and {second} lie on one filesystem: they share")
+        check_fpfs("umount", mount.root)
+
+
+def test_status_as_json_and_as_a_table() -> None:
+    with mounted(devices=2) as mount:
+        (mount.root / "file").write_bytes(os.urandom(4_000_000))
+        check_fpfs("flush", mount.root, module=CTL)
+        status = json.loads(check_fpfs("status", "--json", mount.root, module=CTL))
+        assert status["server_pid"] == mount.server_pid
+        assert status["version"]
+        assert [device["path"] for device in status["devices"]] == [str(d) for d in mount.devices]
+        assert sum(device["bytes_used"] for device in status["devices"]) >= 4_000_000
+        assert sum(device["bytes_written"] for device in status["devices"]) >= 4_000_000
+        assert status["staging"]["bytes_total"] == 64 * 1024**2
+        assert 0 <= status["staging"]["bytes_used"] <= status["staging"]["bytes_total"]
+        assert status["commit"]["pending"] == 0
+        table = check_fpfs("status", mount.root, module=CTL)
+        assert str(mount.root) in table
+        assert "64.0 MiB" in table
+
+
+def test_status_of_a_path_inside() -> None:
+    with mounted() as mount:
+        (mount.root / "folder").mkdir()
+        status = json.loads(check_fpfs("status", "--json", mount.root / "folder", module=CTL))
+        assert status["mountpoint"] == str(mount.root)
+
+
+def test_wait_returns_when_durable(tmp_path: Path) -> None:
+    with mounted() as mount:
+        path = mount.root / "file"
+        path.write_bytes(os.urandom(8_000_000))
+        check_fpfs("wait", path, module=CTL)
+        assert mount.status().commit.pending == 0
+        done = run_fpfs("wait", mount.root / "missing", module=CTL)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "No such file or directory; name a file on the mount" in done.stderr
+    done = run_fpfs("wait", tmp_path, module=CTL)
+    assert done.returncode == 1
+    assert f"{tmp_path} is not on an fpfs mount" in done.stderr
+
+
+def test_umount_drains_what_is_dirty() -> None:
+    with mounted(staging="64M") as mount:
+        content = os.urandom(200_000_003)
+        digest = hashlib.sha256(content).digest()
+        (mount.root / "large").write_bytes(content)
+        mount.remount()
+        assert hashlib.sha256((mount.root / "large").read_bytes()).digest() == digest
+
+
+def test_umount_of_a_busy_mount_is_refused_and_changes_nothing() -> None:
+    with mounted() as mount:
+        path = mount.root / "file"
+        with path.open("wb") as stream:
+            stream.write(b"first")
+            stream.flush()
+            message = run_fpfs("umount", mount.root).stderr
+            assert f"unmount {mount.root}: files on it are open; close what uses it" in message
+            stream.write(b" second")
+        assert path.read_bytes() == b"first second"
+
+
+def test_umount_of_what_is_not_mounted(places: tuple[Path, Path]) -> None:
+    _, mountpoint = places
+    assert f"unmount {mountpoint}: nothing is mounted there, not fpfs" in refusal(
+        "umount", mountpoint
+    )
+    assert "unmount /proc: proc is mounted there, not fpfs" in refusal("umount", "/proc")
+
+
+def test_the_embedded_default(places: tuple[Path, Path], tmp_path: Path) -> None:
+    _, mountpoint = places
+    environment = {"XDG_DATA_HOME": str(tmp_path / "data")}
+    command = ("mount", "--staging", "16M", "--log", tmp_path / "log", mountpoint)
+    done = run_fpfs(*command, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"formatted and mounted at {mountpoint} over {tmp_path}/data/fpfs/default" in done.stdout
+    check_fpfs("umount", mountpoint)
+    assert (tmp_path / "data/fpfs/default/fpfs.json").exists()
+
+
+def test_format_and_then_mount(places: tuple[Path, Path], tmp_path: Path) -> None:
+    device, mountpoint = places
+    assert str(device) in check_fpfs("format", "-d", device)
+    assert "is filesystem" in refusal("format", "-d", device)
+    check_fpfs("mount", "-d", device, "--log", tmp_path / "log", "--staging", "16M", mountpoint)
+    check_fpfs("umount", mountpoint)
+
+
+def test_a_second_mount_of_the_same_devices(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with mounted(devices=1) as mount:
+        message = refusal("mount", "-d", mount.devices[0], "--log", tmp_path / "log", other)
+        where = f"{mount.devices[0]} is in use at {mount.root} (process {mount.server_pid})"
+        assert f"mount at {other}: {where}; unmount it there first" in message
+
+
+def test_a_second_mount_at_the_same_place(places: tuple[Path, Path]) -> None:
+    with mounted() as mount:
+        message = refusal("mount", "-d", places[0], mount.root)
+        assert f"fpfs is mounted at {mount.root} already; run fpfs umount" in message
+    assert os.listdir(places[0]) == []
+
+
+def test_a_mountpoint_that_is_missing_or_no_directory(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    missing = mountpoint / "missing"
+    assert f"the mountpoint {missing} does not exist; run mkdir -p {missing}" in refusal(
+        "mount", "-d", device, missing
+    )
+    file = mountpoint / "file"
+    file.touch()
+    assert f"the mountpoint {file} is not a directory" in refusal("mount", "-d", device, file)
+
+
+def test_what_the_mount_would_cover(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    inner = mountpoint / "device"
+    inner.mkdir()
+    assert f"the device directory {inner} lies under the mountpoint {mountpoint}" in refusal(
+        "mount", "-d", inner, mountpoint
+    )
+    log = mountpoint / "log"
+    assert f"the log {log} lies under the mountpoint" in refusal(
+        "mount", "-d", device, "--log", log, mountpoint
+    )
+    assert "the staging arena /dev/shm lies under the mountpoint /dev/shm" in refusal(
+        "mount", "-d", device, "/dev/shm"
+    )
+    below = device / "mount"
+    below.mkdir()
+    assert f"the mountpoint lies in the device directory {device}" in refusal(
+        "mount", "-d", device, below
+    )
+
+
+def test_a_link_does_not_hide_what_the_mount_would_cover(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    (mountpoint / "device").mkdir()
+    link = device / "link"
+    link.symlink_to(mountpoint / "device")
+    assert "lies under the mountpoint" in refusal("mount", "-d", link, mountpoint)
+
+
+def test_devices_are_checked(places: tuple[Path, Path], tmp_path: Path) -> None:
+    device, mountpoint = places
+    (device / "thesis.tex").touch()
+    log = ("--log", tmp_path / "log")
+    assert f"{device} is not empty (thesis.tex is in it)" in refusal(
+        "mount", "-d", device, *log, mountpoint
+    )
+    assert os.listdir(device) == ["thesis.tex"]
+    missing = tmp_path / "missing"
+    assert f"the device directory {missing} does not exist" in refusal(
+        "mount", "-d", missing, *log, mountpoint
+    )
+
+
+def test_a_log_that_cannot_be_written(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    assert "the log /proc/no/log cannot be written" in refusal(
+        "mount", "-d", device, "--log", "/proc/no/log", mountpoint
+    )
+
+
+def test_options_are_checked(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    message = refusal("mount", "-d", device, "-o", "ack=never", mountpoint)
+    assert "ack=never: ack has no such setting; take one of early, close, durable" in message
+    assert "fpfs has no such option; known are ack=" in refusal(
+        "mount", "-d", device, "-o", "bogus", mountpoint
+    )
+    assert "depth=many: this is not a number" in refusal(
+        "mount", "-d", device, "--depth", "many", mountpoint
+    )
+
+
+def test_arguments_that_cannot_be_read() -> None:
+    done = run_fpfs("mount")
+    assert done.returncode == 2
+    assert re.fullmatch(r"fpfs: .*MOUNTPOINT.*; see --help\n", done.stderr)
+
+
+def test_more_staging_than_there_is_memory(places: tuple[Path, Path], tmp_path: Path) -> None:
+    device, mountpoint = places
+    message = refusal(
+        "mount", "-d", device, "--staging", "900T", "--log", tmp_path / "log", mountpoint
+    )
+    assert "ask for less staging" in message
+
+
+def test_options_reach_the_mount() -> None:
+    with mounted(options=("ack=close,backend=threads,ro", "fsname=/my/devices")) as mount:
+        status = mount.status()
+        assert status.ack == "close"
+        assert {device.backend for device in status.devices} == {"threads"}
+        entry = mount.entry()
+        assert entry is not None
+        assert entry.source == "/my/devices"
+        with pytest.raises(OSError, match="Read-only"):
+            (mount.root / "file").touch()
+
+
+def test_a_dead_server_is_unmounted_and_mounted_again() -> None:
+    with mounted() as mount:
+        (mount.root / "kept").write_bytes(b"durable")
+        mount.flush()
+        os.kill(mount.server_pid, 9)
+        with pytest.raises(OSError, match=r"endpoint|abort"):
+            os.listdir(mount.root)
+        message = refusal_of_dead_umount(mount)
+        assert "its server was gone" in message
+        assert mount.entry() is None
+        mount.mount()
+        assert (mount.root / "kept").read_bytes() == b"durable"
+        mount.expect_log(r"the last server died: what it had not committed is lost")
+
+
+def refusal_of_dead_umount(mount: Mount) -> str:
+    """Unmount a mount whose server died; the command says so and fails."""
+    done = run_fpfs("umount", mount.root)
+    assert done.returncode == 1
+    mount.forget()
+    return done.stderr
+
+
+def test_in_the_foreground_until_unmounted(places: tuple[Path, Path]) -> None:
+    device, mountpoint = places
+    with subprocess.Popen(
+        f"{sys.executable} -m fpfs.cli.main mount -d {device} --foreground"
+        f" --staging 16M {mountpoint}".split(),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if "mounted at" in line:
+                break
+        assert mount_at(str(mountpoint)) is not None, lines
+        (mountpoint / "file").write_bytes(b"content")
+        check_fpfs("umount", mountpoint)
+        assert server.wait(timeout=60) == 0
+        assert "ended; all is durable" in server.stderr.read()
