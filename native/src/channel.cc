@@ -160,12 +160,15 @@ bool Channel::receive(Receiver& r, size_t* received) {
 // Chooses where the next payload is to land: where the stream that follows now continues.
 void Channel::predict(Receiver& r) {
   r.payload = Payload{};
+  r.predicted_file = nullptr;
   size_t room = wire::kMaxWriteBytes;
   const Stream& last = r.streams[r.last_stream];
   const Stream& stream = r.streams[last.successor];
   if (stream.file != nullptr) {
     const uint64_t chunk_bytes = stream.file->chunk_bytes();
     uint64_t offset = stream.next_offset;
+    r.predicted_file = stream.file.get();
+    r.predicted_offset = offset;
     char* at = nullptr;
     if (const size_t n = std::min(room, stream.file->begin_lease(offset, &r.lease, &at)); n > 0) {
       r.payload.add(at, n);

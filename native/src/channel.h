@@ -86,6 +86,8 @@ class Channel {
     Slot* spare = nullptr;
     Lease lease;
     Payload payload;
+    const File* predicted_file = nullptr;  // only compared; null: no prediction
+    uint64_t predicted_offset = 0;
     Stream streams[8];
     size_t last_stream = 0;
     uint64_t clock = 0;
@@ -103,6 +105,7 @@ class Channel {
   void dispatch(Receiver& r, size_t received);
 
   void handle_write(Receiver& r, const FuseRequest& request);
+  static void gather(Receiver& r, size_t bytes);
   void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
   bool attempt(ParkedWrite& write);
   void finish_write(const ParkedWrite& write, int error);

@@ -3,8 +3,11 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <fstream>
+#include <type_traits>
 
 namespace fpfs {
 namespace {
@@ -45,6 +48,10 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
   if (arguments.kill_privileges) file->drop_privileges();
   statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
+  if (r.predicted_file != file.get() || r.predicted_offset != arguments.offset) {
+    // What landed in a slot is not where it belongs, and the write may go to that very slot.
+    gather(r, arguments.size);
+  }
   if (!r.payload.lies_at(r.landing, 0)) {
     statistics_.writes_in_place.fetch_add(1, std::memory_order_relaxed);
   }
@@ -61,15 +68,28 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   park_write(r, std::move(write));
 }
 
+// Moves the payload together in the landing buffer. Its last piece was received at the start of
+// that buffer, so it moves up before the earlier pieces take that place.
+void Channel::gather(Receiver& r, size_t bytes) {
+  std::array<size_t, std::extent_v<decltype(Payload::pieces)>> begins{};
+  size_t begin = 0;
+  for (size_t i = 0; i < r.payload.count; ++i) {
+    begins[i] = begin;
+    begin += r.payload.pieces[i].length;
+  }
+  for (size_t i = r.payload.count; i-- > 0;) {
+    if (begins[i] >= bytes) continue;
+    const Payload::Piece& piece = r.payload.pieces[i];
+    std::memmove(r.landing + begins[i], piece.base, std::min(piece.length, bytes - begins[i]));
+  }
+  r.payload = Payload{};
+  r.payload.add(r.landing, bytes);
+}
+
 // Keeps the payload in a landing buffer of its own; without a copy if it was received in one.
 void Channel::park_write(Receiver& r, std::unique_ptr<ParkedWrite> write) {
   statistics_.writes_parked.fetch_add(1, std::memory_order_relaxed);
-  const bool landed = r.payload.lies_at(r.landing, 0);
-  char* other = nullptr;
-  if (!landed) {
-    other = r.landing;
-    r.payload.copy_to(other, 0, write->arguments.size);
-  }
+  if (!r.payload.lies_at(r.landing, 0)) gather(r, write->arguments.size);
   write->buffer = r.landing;
   r.landing = nullptr;
   end_lease(r);
