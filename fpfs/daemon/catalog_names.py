@@ -131,6 +131,14 @@ def look_up(transaction: Transaction, parent: int, name: bytes) -> InodeRow | No
     return None if row is None else InodeRow._make(row)
 
 
+def list_names(transaction: Transaction, directory: int, *, count: int) -> list[bytes]:
+    """Return up to `count` names of a directory."""
+    rows = transaction.execute(
+        "SELECT name FROM names WHERE parent = ? LIMIT ?", (directory, count)
+    )
+    return [name for (name,) in rows]
+
+
 def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> int:
     """Make an inode of any type with one name; returns its number.
 

@@ -15,8 +15,9 @@ Invariants:
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
 
-Concurrency: trio thread only. `run` holds all tasks: DRAINERS that drain queued entries in order,
-a sequencer that commits drained entries from the head of the queue, and one that flushes.
+Concurrency: trio thread only. `run` holds all tasks: one that gathers queued entries, DRAINERS that
+drain them in order, a sequencer that commits drained entries from the head of the queue, and one
+that flushes the catalog.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ DRAINERS = 32
 VERSIONS_MAX = 256
 """Versions made current in one transaction."""
 
-GATHER_S = 0.02
-"""How long versions that nobody waits for are gathered, to share a transaction: closing thousands
-of small files costs a third of the processor time of one transaction for each."""
+GATHER_S = 0.03
+"""How long versions that nobody waits for are gathered before they are drained, so that thousands
+of small files share wake-ups and transactions. Their bytes are on the way to the devices anyway."""
 
 
 class CommitFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +107,8 @@ class Commit:
         self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
         self._flush_delay_s = durable_within_s / 2
         self._queue: deque[_Entry] = deque()
+        self._gathered: list[_Entry] = []
+        self._gathered_event = trio.Event()
         self._to_drain, self._drain_next = trio.open_memory_channel[_Entry](float("inf"))
         self._progress = trio.Event()
         self._awaited = trio.Event()
@@ -129,6 +132,7 @@ class Commit:
         """Run all tasks until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._gather)
             for _ in range(DRAINERS):
                 nursery.start_soon(self._drain_entries)
             nursery.start_soon(self._commit_in_order)
@@ -246,12 +250,25 @@ class Commit:
         inode.users += 1
         inode.pending += 1
         self._queue.append(entry)
-        self._to_drain.send_nowait(entry)
+        self._gathered.append(entry)
+        self._gathered_event.set()
         return entry
 
     async def _wait_done(self, entry: _Entry) -> None:
         self._awaited.set()
         await entry.done.wait()
+
+    async def _gather(self) -> None:
+        """Hand entries to the drainers, many at once unless somebody waits."""
+        while True:
+            if not self._gathered:
+                self._gathered_event = trio.Event()
+                await self._gathered_event.wait()
+            with trio.move_on_after(GATHER_S):
+                await self._awaited.wait()
+            for entry in self._gathered:
+                self._to_drain.send_nowait(entry)
+            self._gathered.clear()
 
     async def _drain_entries(self) -> None:
         """Drain queued entries, one after the other."""
@@ -289,7 +306,6 @@ class Commit:
             if not batch:
                 self._progress = trio.Event()
                 await self._progress.wait()
-                await self._gather()
                 continue
             await self._commit_batch([entry for entry in batch if entry.snapshot is not None])
             for entry in batch:
@@ -298,11 +314,6 @@ class Commit:
             if not self._queue:
                 self._awaited = trio.Event()
             self._changed.unpark_all()
-
-    async def _gather(self) -> None:
-        """Give more versions the time to come along, unless somebody waits."""
-        with trio.move_on_after(GATHER_S):
-            await self._awaited.wait()
 
     async def _commit_batch(self, batch: list[_Entry]) -> None:
         """Make a batch of drained versions current, one by one if they fail together."""

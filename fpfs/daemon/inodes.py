@@ -23,6 +23,7 @@ from fpfs.core.engine import Layout
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog_contents import Content, fetch_content
 from fpfs.daemon.catalog_schema import ROOT_INO
+from fpfs.daemon.known_names import KnownNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,6 +119,7 @@ class InodeTable:
         self._engine = engine
         self._inodes: dict[int, Inode] = {}
         self._on_removable: Callable[[Inode], None] | None = None
+        self.names = KnownNames()
         self.count = catalog.inode_count_at_open
         """Inodes of the filesystem, in memory or not."""
 
@@ -226,12 +228,17 @@ class InodeTable:
                 return
             self._engine.unload(inode.ino)
         if inode.lookups == 0 and inode.ino != ROOT_INO:
-            self._inodes.pop(inode.ino, None)
+            self._drop(inode)
 
     def removed(self, inode: Inode) -> None:
         """Drop an inode that was deleted from the catalog."""
-        self._inodes.pop(inode.ino, None)
+        self._drop(inode)
         self.count -= 1
+
+    def _drop(self, inode: Inode) -> None:
+        self._inodes.pop(inode.ino, None)
+        if inode.is_directory:
+            self.names.forget(inode.ino)
 
 
 def encode_layout(layout: Layout) -> bytes:

@@ -35,7 +35,8 @@ from fpfs.daemon.catalog_attributes import (
     fetch_target,
     store_attributes,
 )
-from fpfs.daemon.catalog_names import look_up
+from fpfs.daemon.catalog_names import list_names, look_up
+from fpfs.daemon.known_names import NAMES_LISTED_MAX
 from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
 from fpfs.daemon.namespace_files import Files
@@ -109,7 +110,15 @@ class Namespace:
                 inode = await self._inodes.get(inode.parent)
             inode.lookups += 1
             return inode
-        return await self._catalog.read(lambda t: look_up(t, parent, name), apply=self._looked_up)
+        if self._inodes.names.lacks(parent, name):
+            return None
+        found = await self._catalog.read(lambda t: look_up(t, parent, name), apply=self._looked_up)
+        if found is None and self._inodes.names.wants(parent):
+            await self._catalog.read(
+                lambda t: list_names(t, parent, count=NAMES_LISTED_MAX + 1),
+                apply=lambda names: self._inodes.names.listed(parent, names),
+            )
+        return found
 
     def _looked_up(self, row: InodeRow | None) -> Inode | None:
         if row is None:

@@ -143,6 +143,9 @@ class Entries:
             inode.lookups += 1
             self._inodes.count += 1
             _names_changed(directory, new.now_ns, nlink_change=int(inode.is_directory))
+            self._inodes.names.added(parent, name)
+            if inode.is_directory:
+                self._inodes.names.listed(ino, ())
             return inode
 
         return await self._catalog.write(
@@ -163,6 +166,7 @@ class Entries:
             inode.nlink += 1
             inode.lookups += 1
             self._inodes.changed(inode, ctime_ns=now_ns)
+            self._inodes.names.added(parent, name)
             _names_changed(directory, now_ns)
             return inode
 
@@ -181,6 +185,7 @@ class Entries:
 
         def unlinked(removed: Removed) -> Removed:
             _names_changed(directory, now_ns)
+            self._inodes.names.removed(parent, name)
             self._lost_name(removed, now_ns)
             return removed
 
@@ -201,6 +206,7 @@ class Entries:
 
         def unlinked(removed: Removed) -> Removed:
             _names_changed(directory, now_ns, nlink_change=-1)
+            self._inodes.names.removed(parent, name)
             self._lost_name(removed, now_ns)
             return removed
 
@@ -228,7 +234,12 @@ class Entries:
         now_ns = time.time_ns()
 
         def renamed(done: Renamed) -> Renamed:
+            if done.unchanged:
+                return done
             self._renamed(done, from_directory, to_directory, now_ns)
+            self._inodes.names.added(*destination)
+            if mode is not RenameMode.EXCHANGE:
+                self._inodes.names.removed(*source)
             return done
 
         done = await self._catalog.write(
@@ -251,8 +262,6 @@ class Entries:
         self, done: Renamed, from_directory: Inode, to_directory: Inode, now_ns: int
     ) -> None:
         """Change the inodes in memory as the catalog's rename did."""
-        if done.unchanged:
-            return
         _names_changed(from_directory, now_ns)
         _names_changed(to_directory, now_ns)
         self._moved(done.moved, done.moved_is_directory, from_directory, to_directory, now_ns)
