@@ -62,7 +62,7 @@ native: ## Rebuild the extension into .venv, quickly
 	  > /dev/null
 
 .PHONY: install-mount-helper
-install-mount-helper: setup ## Let mount(8) and fstab mount type fuse.fpfs (root)
+install-mount-helper: setup ## Let mount(8) and fstab mount the type fuse.fpfs (root)
 	mount_scripts/install_mount_helper $(CURDIR)/$(VENV)
 
 # --- running --------------------------------------------------------------------------------

@@ -10,16 +10,21 @@ import contextlib
 import errno
 import fcntl
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
 
 FORMAT_VERSION = 1
 STAMP_NAME = "fpfs.json"
 LOCK_NAME = "lock"
+
+DRAIN_S = 60
+"""How long a mount waits for a server that was unmounted and still drains."""
 
 _FS_IOC_GETFSUUID = 0x80111500
 """_IOR(0x15, 0, struct fsuuid2): one length byte and 16 of UUID. Linux 6.9, needs no privilege."""
@@ -116,27 +121,58 @@ def write_stamp(path: str, stamp: Stamp) -> None:
 
 
 def lock_directory(path: str, *, mountpoint: str, asked: str) -> int:
-    """Take a directory's lock; returns the descriptor that holds it."""
+    """Take a directory's lock; returns the descriptor that holds it.
+
+    A server that was unmounted and still drains is waited for, `DRAIN_S` at most.
+    """
     lock_path = os.path.join(path, LOCK_NAME)
     with refusing(path, asked=asked):
         lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _try_lock(lock_fd):
+            holder = lock_holder(path)
+            if not (_drains(holder) and _try_lock(lock_fd)):
+                raise _in_use(path, holder, asked=asked)
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, msgspec.json.encode(LockHolder(os.getpid(), mountpoint)), 0)
         return lock_fd
-    except BlockingIOError:
-        holder = lock_holder(path)
-        os.close(lock_fd)
-        where = f" at {holder.mountpoint} (process {holder.pid})" if holder else ""
-        raise Refused(
-            asked=asked,
-            wrong=f"{path} is in use{where}",
-            remedy="unmount it there first",
-        ) from None
     except BaseException:
         os.close(lock_fd)
         raise
+
+
+def _try_lock(lock_fd: int) -> bool:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _drains(holder: LockHolder | None) -> bool:
+    """Whether the holder had been unmounted; then it is waited for."""
+    if holder is None or not holder.mountpoint:
+        return False
+    entry = mount_at(holder.mountpoint)
+    if entry is not None and entry.is_fpfs:
+        return False
+    try:
+        process_fd = os.pidfd_open(holder.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(process_fd, select.POLLIN)
+        poll.poll(DRAIN_S * 1000)
+    finally:
+        os.close(process_fd)
+    return True
+
+
+def _in_use(path: str, holder: LockHolder | None, *, asked: str) -> Refused:
+    place = f"at {holder.mountpoint} " if holder and holder.mountpoint else ""
+    where = f" {place}(process {holder.pid})" if holder else ""
+    return Refused(asked=asked, wrong=f"{path} is in use{where}", remedy="unmount it there first")
 
 
 def lock_holder(path: str) -> LockHolder | None:

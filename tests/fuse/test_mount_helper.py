@@ -1,0 +1,113 @@
+"""mount(8) and umount(8): an fstab line, through the helper in mount_scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.core.mounts import mount_at
+from fpfs.testing.mounted import REPOSITORY
+
+HELPER = Path("/sbin/mount.fuse.fpfs")
+INSTALL = REPOSITORY / "mount_scripts" / "install_mount_helper"
+VENV = Path(sys.executable).parents[1]
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mount(8) and /sbin are root's"),
+    pytest.mark.skipif(
+        not (VENV / "bin" / "fpfs").exists(), reason="fpfs is not installed beside this Python"
+    ),
+]
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command with its output captured, whatever comes of it."""
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def helper() -> Iterator[None]:
+    """The helper in /sbin; one that was there comes back."""
+    before = HELPER.read_bytes() if HELPER.exists() else None
+    done = run(INSTALL, VENV)
+    assert done.returncode == 0, done.stderr
+    yield
+    if before is None:
+        HELPER.unlink()
+    else:
+        HELPER.write_bytes(before)
+
+
+@pytest.fixture
+def fstab(tmp_path: Path) -> Iterator[Path]:
+    """A table with one line for two devices; what it mounted is unmounted."""
+    for name in ("one", "two", "mount"):
+        (tmp_path / name).mkdir()
+    table = tmp_path / "fstab"
+    table.write_text(
+        f"{tmp_path}/one:{tmp_path}/two {tmp_path}/mount fuse.fpfs"
+        f" ack=close,staging=16M,nofail,log={tmp_path}/log 0 0\n"
+    )
+    yield table
+    if mount_at(str(tmp_path / "mount")) is not None:
+        run(sys.executable, "-m", "fpfs.cli.main", "umount", tmp_path / "mount")
+
+
+@pytest.mark.usefixtures("helper")
+def test_an_fstab_line(fstab: Path) -> None:
+    mountpoint = fstab.parent / "mount"
+    done = run("mount", "-T", fstab, mountpoint)
+    assert done.returncode == 0, done.stderr
+    entry = mount_at(str(mountpoint))
+    assert entry is not None
+    assert entry.filesystem_type == "fuse.fpfs"
+    assert entry.source == f"{fstab.parent}/one:{fstab.parent}/two"
+    (mountpoint / "file").write_bytes(b"content" * 100_000)
+
+    done = run("mount", "-a", "-T", fstab)
+    assert done.returncode == 0, done.stderr
+
+    done = run("umount", mountpoint)
+    assert done.returncode == 0, done.stderr
+    assert mount_at(str(mountpoint)) is None
+
+    # umount(8) does not wait for the drain; the next mount does.
+    done = run("mount", "-T", fstab, mountpoint)
+    assert done.returncode == 0, done.stderr
+    assert "ended; all is durable" in (fstab.parent / "log").read_text()
+    assert (mountpoint / "file").read_bytes() == b"content" * 100_000
+
+
+@pytest.mark.usefixtures("helper")
+def test_mount_with_a_type_and_devices_as_options(tmp_path: Path) -> None:
+    for name in ("one", "mount"):
+        (tmp_path / name).mkdir()
+    mountpoint = tmp_path / "mount"
+    options = f"device={tmp_path}/one,staging=16M,log={tmp_path}/log"
+    done = run("mount", "-t", "fuse.fpfs", "-o", options, "fpfs", mountpoint)
+    assert done.returncode == 0, done.stderr
+    assert run("umount", "-l", mountpoint).returncode == 0
+    assert mount_at(str(mountpoint)) is None
+
+
+@pytest.mark.usefixtures("helper")
+def test_a_refusal_reaches_the_caller_of_mount(fstab: Path) -> None:
+    (fstab.parent / "one" / "thesis.tex").touch()
+    done = run("mount", "-T", fstab, fstab.parent / "mount")
+    assert done.returncode != 0
+    assert f"{fstab.parent}/one is not empty (thesis.tex is in it)" in done.stderr
+
+
+def test_the_unit_file_names_commands_that_exist() -> None:
+    unit = (REPOSITORY / "mount_scripts" / "fpfs@.service").read_text()
+    assert "ExecStart=/usr/local/bin/fpfs mount $FPFS_DEVICES" in unit
+    assert "ExecStop=/usr/local/bin/fpfs umount %f" in unit
+    assert "TimeoutStopSec=infinity" in unit
