@@ -9,6 +9,7 @@ Concurrency: a `ControlClient` belongs to one thread; its calls block.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import select
@@ -192,9 +193,18 @@ class ControlClient:
 
         Raises `Refused` with the server's words, when it ends without a reply, and on timeout.
         """
+        self.send(verb, ino=ino)
+        return self.receive(kind, timeout_s=timeout_s)
+
+    def send(self, verb: Verb, *, ino: int = 0) -> None:
+        """Send a request without waiting; `receive` gets its result, or learns that it failed."""
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
+
+    def receive(self, kind: type[Result], *, timeout_s: float | None = None) -> Result:
+        """Wait for the result of what was sent. Raises as `ask` does."""
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
             line = self._lines.readline(LINE_BYTES_MAX)
         except TimeoutError:
             raise Refused(

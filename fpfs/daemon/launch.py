@@ -226,8 +226,11 @@ def stop(mountpoint: str) -> Flushed:
             remedy="mount again to recover what was acknowledged",
         ) from None
     with ending, ControlClient(entry, asked=asked) as flushing:
+        # Asked before the unmount: a server with nothing left to do ends at once after it, and
+        # would not wait for a question that is still to come.
+        ending.send(Verb.END)
         flushing.ask(Verb.FLUSH, Flushed)
         unmount(entry.mountpoint)
-        final = ending.ask(Verb.END, Flushed)
+        final = ending.receive(Flushed)
         ending.wait_for_exit(timeout_s=EXIT_S)
         return final
