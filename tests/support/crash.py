@@ -26,7 +26,8 @@ def crash(mount: Mount) -> None:
 
 
 def crash_and_mount(mount: Mount) -> None:
-    """Crash, then mount the same devices at the same place."""
+    """Crash, then mount the same devices at the same place; the new server says that it saw it."""
+    mount.expect_log("the last server died")
     crash(mount)
     mount.mount()
 
