@@ -89,6 +89,13 @@ uint32_t RangeSet::free_until(uint32_t offset, uint32_t limit) const {
   return limit;
 }
 
+uint32_t RangeSet::taken_until(uint32_t offset) const {
+  for (const Range& r : ranges_) {
+    if (r.begin <= offset && offset < r.end) return r.end;
+  }
+  return offset;
+}
+
 Result<std::unique_ptr<Arena>> Arena::create(const Config& config, std::string* warning) {
   std::unique_ptr<Arena> arena(new Arena());
   if (Status status = arena->map(config, warning); !status.ok()) return status;

@@ -40,6 +40,8 @@ class RangeSet {
   bool intersects(uint32_t begin, uint32_t end) const;
   // End of the free space that starts at `offset`, at most `limit`; `offset` if it is taken.
   uint32_t free_until(uint32_t offset, uint32_t limit) const;
+  // End of the range that holds `offset`; `offset` if none does.
+  uint32_t taken_until(uint32_t offset) const;
   uint32_t last_end() const { return ranges_.empty() ? 0 : ranges_.back().end; }
 
  private:

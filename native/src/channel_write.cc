@@ -174,7 +174,7 @@ void Channel::handle_interrupt(const FuseRequest& request) {
   }
   if (write == nullptr) return;  // not waiting here: it will be answered in due course
   write->interrupted = true;
-  engine_.worker().post([this] { engine_.wake(); });
+  engine_.wake_soon();
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
 }

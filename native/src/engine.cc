@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "channel.h"
@@ -97,6 +98,7 @@ void Engine::close() {
   if (std::exchange(closed_, true)) return;
   if (channel_ != nullptr) channel_->stop();
   worker_.stop();
+  waker_.stop();
   for (auto& device : devices_) device->close();
   if (arena_ != nullptr) arena_->remove();
   {
@@ -293,7 +295,7 @@ uint64_t Engine::remove_objects(std::vector<ObjectKey> objects) {
   const uint64_t ticket = next_ticket();
   auto countdown = std::make_shared<Countdown>(objects.size() + 1);
   const auto part = [this, ticket, countdown](int error) {
-    if (error != 0) countdown->error = error;
+    if (error != 0) countdown->error = std::abs(error);
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, objects = std::move(objects), part] {
@@ -380,7 +382,7 @@ void Engine::park(std::function<bool()> retry) {
     parked_.push_back(std::move(retry));
   }
   // What it waits for may have come between its last attempt and now.
-  worker_.post([this] { wake(); });
+  wake_soon();
 }
 
 void Engine::wake() {

@@ -117,6 +117,9 @@ class Engine : public Plane {
   Channel* channel() { return channel_.get(); }
   ReadBuffers& read_buffers() { return *read_buffers_; }
   Worker& worker() { return worker_; }
+  void wake_soon() {
+    waker_.post([this] { wake(); });
+  }
   char* copy_buffer() { return copy_buffer_; }  // the worker's
   uint64_t next_ticket() { return ticket_.fetch_add(1); }
   const std::vector<std::unique_ptr<Device>>& devices() const { return devices_; }
@@ -139,7 +142,7 @@ class Engine : public Plane {
     uint32_t writers = 0;
     uint32_t cached = 0;
   };
-  explicit Engine(EngineConfig config) : config_(std::move(config)), worker_("fpfs-worker") {}
+  explicit Engine(EngineConfig config) : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
   Status start();
   void relieve_pressure();
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
@@ -153,7 +156,8 @@ class Engine : public Plane {
   std::vector<Device*> by_number_;
   std::unique_ptr<std::atomic<int>[]> failed_;  // errno by device number
   std::unique_ptr<Channel> channel_;
-  Worker worker_;
+  Worker worker_;  // may wait for what the waker brings about
+  Worker waker_;
   std::atomic<uint64_t> ticket_{1};
   bool closed_ = false;
 

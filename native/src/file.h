@@ -31,7 +31,8 @@
 namespace fpfs {
 
 inline constexpr uint64_t kInlineBytesMax = 16 * 1024;
-inline constexpr uint64_t kFileBytesMax = uint64_t{1} << 46;  // 64 TiB: object_block has 32 bits
+// What a 32-bit segment index can describe.
+inline constexpr uint64_t kFileBytesMax = (uint64_t{1} << 58) - 1;
 
 class Actions {
  public:
@@ -208,6 +209,7 @@ class File : public std::enable_shared_from_this<File> {
       REQUIRES(mutex_);
   void apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Actions& actions)
       REQUIRES(mutex_);
+  void join_ranges(Slot* slot) REQUIRES(mutex_);
   Outcome leave_inline(int thread, Actions& actions) REQUIRES(mutex_);
   Outcome write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
                        Lease* lease, bool extend, Actions& actions) REQUIRES(mutex_);

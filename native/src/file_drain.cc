@@ -150,11 +150,7 @@ bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
   for (uint32_t at = begin; at < end;) {
     const uint32_t free = slot->ranges.free_until(at, end);
     std::memset(slot->data + at, 0, free - at);
-    // Skip the range that begins here.
-    at = free;
-    for (const auto& range : slot->ranges.all()) {
-      if (range.begin <= at && at < range.end) at = range.end;
-    }
+    at = slot->ranges.taken_until(free);
   }
   return true;
 }
@@ -181,10 +177,7 @@ void File::fetched(SlotIo* io, int result, Actions& actions) {
         std::memcpy(slot->data + at, io->buffer + (at - begin), free - at);
         have.add(at, free);
       }
-      at = free;
-      for (const auto& range : have.all()) {
-        if (range.begin <= at && at < range.end) at = range.end;
-      }
+      at = have.taken_until(free);
     }
   }
   if (--slot->pending_io > 0) return;

@@ -43,7 +43,7 @@ struct File::ChunkPiece {
 size_t File::begin_lease(uint64_t offset, Lease* lease, char** at) {
   const MutexLock lock(mutex_);
   if (placement_.chunk_bytes < wire::kMaxWriteBytes || dropped_) return 0;
-  if (inline_mode_ && !inline_.empty()) return 0;  // leave_inline() fills in between
+  if (inline_mode_) return 0;  // what lies between the ranges of an inline slot may be filled in
   Slot* slot = open_slot(offset / placement_.chunk_bytes);
   if (slot == nullptr || slot->lease != -1) return 0;
   const auto begin = static_cast<uint32_t>(offset % placement_.chunk_bytes);
@@ -128,8 +128,12 @@ bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, S
     }
     if (slot != nullptr &&
         slot->ranges.would_exceed(piece.begin, piece.end, arena::kRangesMax)) {
-      seal(slot, actions);
-      slot = nullptr;
+      if (inline_mode_) {
+        join_ranges(slot);
+      } else {
+        seal(slot, actions);
+        slot = nullptr;
+      }
     }
     if (slot == nullptr) {
       if (*spare != nullptr && payload.lies_at((*spare)->data + piece.begin, piece.from)) {
@@ -227,6 +231,22 @@ void File::apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Action
   }
 }
 
+// Makes the staged bytes of an inline file one range: between them lie inline bytes, or zeros.
+void File::join_ranges(Slot* slot) {
+  const auto end = static_cast<uint32_t>(
+      std::max<size_t>(inline_.size(), slot->ranges.last_end()));
+  for (uint32_t at = 0; at < end;) {
+    const uint32_t gap_end = slot->ranges.free_until(at, end);
+    if (gap_end > at) {
+      const size_t known = at < inline_.size() ? std::min<size_t>(inline_.size(), gap_end) - at : 0;
+      std::memcpy(slot->data + at, inline_.data() + at, known);
+      std::memset(slot->data + at + known, 0, gap_end - at - known);
+      slot->ranges.add(at, gap_end);
+    }
+    at = slot->ranges.taken_until(gap_end);
+  }
+}
+
 // The file outgrows its inline content: that becomes bytes of chunk 0 like any others.
 Outcome File::leave_inline(int thread, Actions& actions) {
   std::vector<ChunkPiece> pieces(1);
@@ -254,17 +274,7 @@ Outcome File::leave_inline(int thread, Actions& actions) {
     if (piece.fresh) plane_.arena().give(piece.slot);
     return outcome;
   }
-  RangeSet missing = piece.slot->ranges;
-  for (uint32_t at = 0; at < inline_.size();) {
-    const auto limit = static_cast<uint32_t>(inline_.size());
-    const uint32_t end = missing.free_until(at, limit);
-    if (end > at) {
-      std::memcpy(piece.slot->data + at, inline_.data() + at, end - at);
-      missing.add(at, end);
-    }
-    at = std::max(end, at + 1);
-  }
-  if (!inline_.empty()) piece.slot->ranges.add(0, static_cast<uint32_t>(inline_.size()));
+  join_ranges(piece.slot);
   if (piece.fresh) attach(piece.slot, 0);
   publish(piece.slot, arena::SlotState::Filling);
   inline_.clear();

@@ -208,6 +208,33 @@ TEST_CASE("a small file stays inline until it outgrows the catalog") {
   CHECK(fixture.read(*file, kInlineBytesMax, 5) == "x");
 }
 
+TEST_CASE("many small pieces of an inline file stay inline") {
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(6);
+  std::string model(kInlineBytesMax, '\0');
+  for (uint64_t at = 0; at + 37 < kInlineBytesMax; at += 2 * 37) {
+    const std::string piece(37, static_cast<char>('a' + at % 26));
+    REQUIRE(fixture.write(*file, at, piece) == 0);
+    model.replace(at, piece.size(), piece);
+    if (at % 5 == 0) REQUIRE(fixture.commit(*file, false) == 0);
+  }
+  const uint64_t size = file->attributes().size;
+  CHECK(fixture.read(*file, 0, size) == model.substr(0, size));
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(file->attributes().allocated_bytes <= kInlineBytesMax);
+  CHECK(fixture.read(*file, 0, size) == model.substr(0, size));
+}
+
+TEST_CASE("bytes cut off by a truncation do not come back") {
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(8);
+  REQUIRE(fixture.write(*file, 0, std::string(100000, 'x')) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  REQUIRE(fixture.truncate(*file, 70000) == 0);
+  REQUIRE(fixture.truncate(*file, 100000) == 0);
+  CHECK(fixture.read(*file, 0, 100000) == std::string(70000, 'x') + std::string(30000, '\0'));
+}
+
 TEST_CASE("seek finds data and holes") {
   EngineFixture fixture;
   const std::shared_ptr<File> file = fixture.load(9);
