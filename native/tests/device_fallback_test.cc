@@ -6,6 +6,7 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -160,6 +161,11 @@ TEST_CASE("device: without O_DIRECT writes are buffered, and the log says so onc
       CHECK(run(*device, IoOp::Punch, object.object, 0, kBlock) == 0);
     }
     CHECK(log.count("no fallocate") == 1);
+    // A pipe in an object's place; with O_DIRECT the kernel itself refuses it, here the device must.
+    const std::string folder = directory.path() + "/ff";
+    std::filesystem::create_directory(folder);
+    ::mkfifo((folder + "/00000000000000ff").c_str(), 0600);
+    CHECK(run(*device, IoOp::Read, device->object(0xff), 0, kBlock, region.data()) == -EIO);
     CHECK(log.count("no hole punching") == 1);
   }
   CHECK(::umount(directory.path().c_str()) == 0);

@@ -180,6 +180,8 @@ TEST_CASE_TEMPLATE("device: removing an object does not disturb requests in flig
     CHECK(remove(device, object.id) == 0);
     CHECK(write.delivery.wait() == 0);
   }
+  device.close();
+  CHECK(descriptors_under(fixture.directory.path()) == 0);
 }
 
 TEST_CASE_TEMPLATE("device: descriptors stay within their bound", Backend, UringBackend,
