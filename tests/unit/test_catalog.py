@@ -1,0 +1,358 @@
+"""The catalog: batches, errors, power cuts at the level of its files, refusals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fpfs.core.errors import (
+    CatalogBusy,
+    CatalogError,
+    CatalogMissing,
+    CatalogTooNew,
+    DamagedData,
+    EntryExists,
+)
+from fpfs.daemon import catalog_names
+from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
+from fpfs.daemon.catalog_contents import fetch_content
+from fpfs.daemon.catalog_names import NewInode
+from fpfs.daemon.catalog_schema import FORMAT_VERSION
+from tests.support.rig import LARGE, rig
+
+ROOT = 1
+FIFO = stat.S_IFIFO | 0o600
+
+
+def formatted(folder: Path) -> Path:
+    path = folder / "catalog.db"
+    Catalog.format(
+        path,
+        filesystem_id="test",
+        devices=[DeviceRecord(number=3, device_id="a", path="/a")],
+        root=RootOwner(uid=1, gid=2, permissions=0o700),
+    )
+    return path
+
+
+def make(transaction: Transaction, name: str, *, parent: int = ROOT, mode: int = FIFO) -> int:
+    return catalog_names.make(transaction, parent, name.encode(), NewInode(mode, 0, 0, 0, 1))
+
+
+def names(transaction: Transaction) -> list[str]:
+    found = catalog_names.list_names(transaction, ROOT, count=10_000)
+    return sorted(name.decode() for name in found)
+
+
+@trio.testing.trio_test
+async def test_a_new_catalog_has_a_root_and_knows_its_devices(tmp_path: Path) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    root = await catalog.read(lambda t: fetch_inode(t, ROOT))
+    assert isinstance(root, InodeRow)
+    assert (root.mode, root.uid, root.gid, root.nlink) == (stat.S_IFDIR | 0o700, 1, 2, 2)
+    assert catalog.devices == (DeviceRecord(number=3, device_id="a", path="/a"),)
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_every_open_takes_a_fresh_object_base(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    bases = []
+    for _ in range(3):
+        catalog = Catalog.open(path)
+        bases.append(catalog.object_base)
+        await catalog.close()
+    assert bases == [1, 2, 3]
+
+
+@trio.testing.trio_test
+async def test_queued_operations_share_transactions_and_keep_their_order(tmp_path: Path) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    applied: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+
+            async def run(number: int = number) -> None:
+                ino = await catalog.write(
+                    lambda t: make(t, f"n{number}"), apply=lambda ino: applied.append(ino) or ino
+                )
+                # Whoever is answered finds the effect of what was answered before.
+                assert f"n{number}" in await catalog.read(names)
+                assert ino in applied
+
+            nursery.start_soon(run)
+    assert applied == sorted(applied)
+    assert len(applied) == 100
+    assert catalog.statistics().transactions < 50
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_an_error_takes_back_its_own_operation_only(tmp_path: Path) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    errors: list[BaseException] = []
+
+    def fail(transaction: Transaction) -> None:
+        make(transaction, "half")
+        make(transaction, "half")
+
+    async def run(number: int) -> None:
+        try:
+            await catalog.write(fail if number % 3 == 0 else lambda t: make(t, f"n{number:02}"))
+        except EntryExists as error:
+            errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(30):
+            nursery.start_soon(run, number)
+    assert len(errors) == 10
+    assert await catalog.read(names) == [f"n{number:02}" for number in range(30) if number % 3]
+    numbers = await catalog.read(
+        lambda t: [ino for (ino,) in t.execute("SELECT ino FROM inodes").fetchall()]
+    )
+    assert len(set(numbers)) == 21
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_a_transaction_that_sqlite_undoes_is_done_one_by_one(tmp_path: Path) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    calls: list[str] = []
+
+    def undo(transaction: Transaction) -> None:
+        """Behave as SQLite when the disk is full: the whole transaction is gone."""
+        calls.append("undo")
+        make(transaction, "undone")
+        transaction.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def run_undo() -> None:
+        with pytest.raises(CatalogError, match="full"):
+            await catalog.write(undo)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_undo)
+        for number in range(5):
+            nursery.start_soon(catalog.write, lambda t, number=number: make(t, f"n{number}"))
+    assert await catalog.read(names) == [f"n{number}" for number in range(5)]
+    await catalog.close()
+
+
+def cut_power(folder: Path, destination: Path) -> Path:
+    """Copy the catalog's files as they are now: what a power cut leaves if all was written."""
+    destination.mkdir()
+    for file in folder.glob("catalog.db*"):
+        shutil.copy(file, destination)
+    return destination / "catalog.db"
+
+
+async def names_after(path: Path) -> list[str]:
+    catalog = Catalog.open(path)
+    found = await catalog.read(names)
+    await catalog.close()
+    return found
+
+
+@trio.testing.trio_test
+async def test_what_was_answered_is_in_the_log(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    for number in range(10):
+        await catalog.write(lambda t, number=number: make(t, f"n{number}"))
+        copy = cut_power(tmp_path, tmp_path / f"cut{number}")
+        assert await names_after(copy) == [f"n{earlier}" for earlier in range(number + 1)]
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_a_torn_log_leaves_whole_transactions(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    sizes = []
+    for number in range(8):
+        # Two names in one transaction: both are there, or none.
+        await catalog.write(lambda t, number=number: (make(t, f"a{number}"), make(t, f"b{number}")))
+        sizes.append(os.stat(f"{path}-wal").st_size)
+    copy = cut_power(tmp_path, tmp_path / "cut")
+    await catalog.close()
+    for torn in range(sizes[-1], sizes[0], -1013):
+        attempt = tmp_path / f"torn{torn}"
+        shutil.copytree(copy.parent, attempt)
+        os.truncate(attempt / "catalog.db-wal", torn)
+        found = await names_after(attempt / "catalog.db")
+        whole = sum(size <= torn for size in sizes)
+        assert found == sorted(f"{letter}{n}" for n in range(whole) for letter in "ab"), torn
+
+
+def spoil(path: Path, *, offset: int) -> None:
+    """Overwrite a sector of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xa5" * 512)
+
+
+@trio.testing.trio_test
+async def test_garbage_at_the_end_of_the_log_is_not_followed(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    await catalog.write(lambda t: make(t, "kept"))
+    size = os.stat(f"{path}-wal").st_size
+    await catalog.write(lambda t: make(t, "torn"))
+    copy = cut_power(tmp_path, tmp_path / "cut")
+    await catalog.close()
+    spoil(Path(f"{copy}-wal"), offset=size + 100)
+    assert await names_after(copy) == ["kept"]
+
+
+@trio.testing.trio_test
+async def test_an_idle_catalog_copies_its_log_and_loses_nothing(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    for number in range(300):
+        await catalog.write(lambda t, number=number: make(t, f"n{number:03}"))
+    with trio.fail_after(30):
+        # The thread does it by itself and tells nobody, so this looks until it is done.
+        while catalog.statistics().checkpoints == 0:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    await catalog.write(lambda t: make(t, "z"))
+    copy = cut_power(tmp_path, tmp_path / "cut")
+    await catalog.close()
+    assert await names_after(copy) == [*(f"n{number:03}" for number in range(300)), "z"]
+
+
+@trio.testing.trio_test
+async def test_make_durable_flushes_once_for_all_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    flushed = flushes_of(monkeypatch)
+    await catalog.write(lambda t: make(t, "a"))
+    assert not catalog.all_durable
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(catalog.make_durable)
+    assert catalog.all_durable
+    await catalog.make_durable()
+    assert flushed == [f"{catalog.path}-wal"]
+    await catalog.close()
+
+
+def flushes_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record which files are flushed by this process's own calls."""
+    flushed: list[str] = []
+    fdatasync = os.fdatasync
+
+    def record(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", record)
+    return flushed
+
+
+@trio.testing.trio_test
+async def test_a_failed_flush_stops_the_catalog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog.open(formatted(tmp_path))
+    await catalog.write(lambda t: make(t, "a"))
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(CatalogError, match="cannot be flushed"):
+        await catalog.make_durable()
+    monkeypatch.undo()
+    with pytest.raises(CatalogError, match="cannot be flushed"):
+        await catalog.make_durable()
+    with pytest.raises(CatalogError, match="stopped by a failed flush"):
+        await catalog.write(lambda t: make(t, "b"))
+    assert await catalog.read(names) == ["a"]
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    with pytest.raises(CatalogBusy, match="in use by another process"):
+        Catalog.open(path)
+    await catalog.close()
+    await Catalog.open(path).close()
+
+
+def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CatalogMissing, match="there is no catalog at"):
+        Catalog.open(tmp_path / "catalog.db")
+    path = formatted(tmp_path)
+    with pytest.raises(FileExistsError):
+        formatted(tmp_path)
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}")
+    connection.close()
+    with pytest.raises(CatalogTooNew, match=f"has format {FORMAT_VERSION + 1}.*newer fpfs"):
+        Catalog.open(path)
+    path.write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(CatalogError, match="is damaged: file is not a database"):
+        Catalog.open(path)
+    path.unlink()
+    sqlite3.connect(path).execute("CREATE TABLE other (x)").connection.close()
+    with pytest.raises(CatalogError, match="is not a catalog of fpfs"):
+        Catalog.open(path)
+
+
+@pytest.mark.parametrize(
+    ("size", "damage"),
+    [
+        (10, "UPDATE inline SET content = CAST('y' || substr(content, 2) AS BLOB)"),
+        (10, "UPDATE inline SET crc = crc + 1"),
+        (LARGE, "UPDATE segments SET blob = CAST('y' || substr(blob, 2) AS BLOB)"),
+        (LARGE, "UPDATE segments SET segment = segment + 1"),
+        (LARGE, "UPDATE segments SET ino = 1"),
+    ],
+)
+@trio.testing.trio_test
+async def test_damaged_rows_are_not_followed(size: int, damage: str, tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"x" * size)
+        await mount.commit.flush_all()
+        inode = await mount.resolve("file")
+        await mount.catalog.write(lambda t: t.execute(damage).rowcount)
+        ino = 1 if damage.endswith("ino = 1") else inode.ino
+        with pytest.raises(DamagedData, match=f"of inode {ino} fails its checksum"):
+            await mount.catalog.read(lambda t: fetch_content(t, ino))
+
+
+@trio.testing.trio_test
+async def test_a_damaged_object_row_keeps_the_object(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", bytes(LARGE))
+        await mount.write_file("other", b"o" * LARGE)
+        await mount.commit.flush_all()
+        inode = await mount.resolve("file")
+        other = await mount.resolve("other")
+        # Its rows now claim the other file's objects.
+        await mount.catalog.write(
+            lambda t: (
+                t.execute(
+                    "UPDATE objects SET ino = CASE ino WHEN ? THEN ? ELSE ? END",
+                    (inode.ino, other.ino, inode.ino),
+                ).rowcount
+            )
+        )
+        await mount.namespace.entries.unlink(1, b"file")
+        mount.namespace.forget(inode.ino, 1)
+        await mount.commit.flush_all()
+        assert await mount.read_file("other") == b"o" * LARGE
+        assert "is damaged: left" in caplog.text
