@@ -99,7 +99,7 @@ def _mount_refusal(asked: str, complaint: str) -> Refused:
     if "allow_other" in wrong:
         remedy = "put user_allow_other into /etc/fuse.conf, or mount without allow_other"
     elif "/dev/fuse" in wrong:
-        remedy = "load the fuse module (modprobe fuse), and see that /dev/fuse can be opened"
+        remedy = "load the fuse module (modprobe fuse) and open /dev/fuse to users (chmod 666)"
     else:
         remedy = "see that the mountpoint belongs to you and that mounting is allowed"
     return Refused(asked=asked, wrong=wrong, remedy=remedy)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -29,9 +30,12 @@ from fpfs.core.control import ControlClient, Flushed, Status, Verb
 from fpfs.core.mounts import MountEntry, mount_at
 from fpfs.core.refusal import Refused
 from fpfs.daemon.mounting import abort_connection, unmount
+from fpfs.daemon.places import arena_path
+from fpfs.daemon.stamp import read_stamp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
+KILL_TIMEOUT_S = 10
 STAGING_DEFAULT = "64M"
 
 _PROBLEM = re.compile(r"^\S+Z (WARNING|ERROR|CRITICAL) ", re.MULTILINE)
@@ -176,11 +180,30 @@ class Mount:
             with contextlib.suppress(Refused):
                 unmount(entry.mountpoint, lazy=True)
             assert self.entry() is None, f"{self.root} cannot be unmounted"
-        if self.server_pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.server_pid, signal.SIGKILL)
+        self._kill_server()
         if self in live_mounts:
             live_mounts.remove(self)
+
+    def _kill_server(self) -> None:
+        """Kill the server, if it runs."""
+        try:
+            server_fd = os.pidfd_open(self.server_pid) if self.server_pid else -1
+        except ProcessLookupError:
+            server_fd = -1
+        if server_fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(server_fd, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(server_fd, select.POLLIN)
+            poll.poll(KILL_TIMEOUT_S * 1000)
+            os.close(server_fd)
+
+    def remove_arena(self) -> None:
+        """Remove the arena that a killed server left; nobody will mount these devices again."""
+        for device in self.devices:
+            stamp = read_stamp(str(device), asked="tear down") if device.exists() else None
+            if stamp is not None:
+                Path(arena_path(stamp.filesystem_id)).unlink(missing_ok=True)
 
 
 def kernel_stacks(pid: int) -> str:
@@ -222,6 +245,7 @@ def mounted(
         raise
     finally:
         mount.tear_down()
+        mount.remove_arena()
         shutil.rmtree(folder)
 
 

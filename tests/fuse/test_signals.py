@@ -1,0 +1,122 @@
+"""Signals to a server: it drains and unmounts, and a second SIGINT says what it loses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing import lab
+from fpfs.testing.mounted import Mount, mounted
+
+EXIT_TIMEOUT_S = 60
+LAB_REASON = lab.unavailable_reason()
+
+
+def wait_for_exit(pid_fd: int, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+    """Wait until the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(pid_fd, select.POLLIN)
+    assert poll.poll(timeout_s * 1000), f"the server runs on after {timeout_s} s"
+
+
+def end(mount: Mount, *signals: signal.Signals) -> None:
+    """Send signals to a server and wait until it has ended."""
+    pid_fd = os.pidfd_open(mount.server_pid)
+    try:
+        for number in signals:
+            signal.pidfd_send_signal(pid_fd, number)
+        wait_for_exit(pid_fd)
+    finally:
+        os.close(pid_fd)
+    mount.forget()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_unmounts(number: signal.Signals) -> None:
+    with mounted() as mount:
+        content = os.urandom(150_000_001)
+        (mount.root / "file").write_bytes(content)
+        end(mount, number)
+        assert mount.entry() is None
+        assert f"{number.name}: draining and unmounting" in mount.log_text()
+        assert "ended; all is durable" in mount.log_text()
+        mount.mount()
+        assert (mount.root / "file").read_bytes() == content
+
+
+def test_repeated_sigterm_is_one(tmp_path: Path) -> None:
+    with mounted() as mount:
+        (mount.root / "file").write_bytes(b"content" * 1_000_000)
+        end(mount, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)
+        assert mount.log_text().count("draining and unmounting") == 1
+        mount.mount()
+        assert (mount.root / "file").read_bytes() == b"content" * 1_000_000
+
+
+def test_open_files_do_not_keep_a_server_from_ending() -> None:
+    with mounted() as mount:
+        mount.expect_log(r"files were open at the end")
+        file_fd = os.open(mount.root / "file", os.O_RDWR | os.O_CREAT)
+        try:
+            os.write(file_fd, b"acknowledged")
+            end(mount, signal.SIGTERM)
+            assert mount.entry() is None
+            with pytest.raises(OSError, match=r".") as failed:
+                os.write(file_fd, b"too late")
+            assert failed.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        finally:
+            with pytest.raises(OSError, match=r"."):
+                os.close(file_fd)
+        mount.mount()
+        assert (mount.root / "file").read_bytes() == b"acknowledged"
+
+
+def test_stacks_are_dumped_on_request() -> None:
+    with mounted() as mount:
+        assert "most recent call first" in mount.stacks()
+        (mount.root / "file").write_bytes(b"it serves on")
+
+
+@pytest.fixture
+def slow_devices(tmp_path: Path) -> Iterator[list[Path]]:
+    """One device that drains 4 MiB in a second."""
+    with lab.lab(device_count=1, mib_per_s=4, size_bytes=512 * 2**20, parent=tmp_path) as made:
+        yield [path / "fpfs" for path in made.mountpoints]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(LAB_REASON is not None, reason=str(LAB_REASON))
+def test_a_second_sigint_says_what_is_lost_and_stops(slow_devices: list[Path]) -> None:
+    for path in slow_devices:
+        path.mkdir()
+    with mounted(devices=slow_devices, staging="128M") as mount:
+        (mount.root / "kept").write_bytes(b"durable")
+        mount.flush()
+        (mount.root / "lost").write_bytes(os.urandom(100 * 2**20))
+        mount.expect_log(r"ERROR .*stopped by a second SIGINT: \d.* in staging and \d+ uncommitted")
+        mount.expect_log(r"the last server died")
+        pid_fd = os.pidfd_open(mount.server_pid)
+        signal.pidfd_send_signal(pid_fd, signal.SIGINT)
+        wait_for_log(mount, "SIGINT: draining")
+        signal.pidfd_send_signal(pid_fd, signal.SIGINT)
+        wait_for_exit(pid_fd, timeout_s=10)
+        os.close(pid_fd)
+        mount.forget()
+        mount.tear_down()
+        mount.mount()
+        assert (mount.root / "kept").read_bytes() == b"durable"
+
+
+def wait_for_log(mount: Mount, words: str) -> None:
+    """Wait until the server's log has `words`: a signal is handled some time after it was sent."""
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while words not in mount.log_text():
+        assert time.monotonic() < deadline_s, f"no {words!r} in the log"
+        os.sched_yield()
