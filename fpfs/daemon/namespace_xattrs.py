@@ -1,4 +1,4 @@
-"""Extended attributes: `user.*`, `trusted.*` and `security.*` are kept, `system.*` is refused.
+"""Extended attributes: `user.*`, `trusted.*` and `security.*` are kept, all others are refused.
 
 The kernel has checked who may see and set which namespace, and on which types of inode. `system.*`
 holds POSIX access control lists, which fpfs does not evaluate: keeping what is not obeyed would
@@ -13,13 +13,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from fpfs.core.errors import NameTooLong, NoAttribute, Unsupported, ValueTooLarge
+from fpfs.core.errors import (
+    InvalidOperation,
+    NameTooLong,
+    NoAttribute,
+    Unsupported,
+    ValueTooLarge,
+)
 from fpfs.core.limits import XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX
 from fpfs.daemon.catalog_attributes import fetch_xattr, list_xattrs, remove_xattr, store_xattr
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.inodes import InodeTable
+
+KEPT_NAMESPACES = frozenset({b"user", b"trusted", b"security"})
 
 
 class ExtendedAttributes:
@@ -73,7 +81,10 @@ class ExtendedAttributes:
 
 def _check_name(name: bytes) -> None:
     """Refuse namespaces and names that are not kept."""
-    if name.startswith(b"system."):
-        raise Unsupported(f"attribute {name!r}: access control lists are not supported")
+    namespace, _, rest = name.partition(b".")
+    if namespace not in KEPT_NAMESPACES:
+        raise Unsupported(f"attribute {name!r}: its namespace is not kept")
+    if not rest:
+        raise InvalidOperation(f"attribute {name!r} has no name behind its namespace")
     if len(name) > XATTR_NAME_BYTES_MAX:
         raise NameTooLong(f"attribute name of {len(name)} bytes, at most {XATTR_NAME_BYTES_MAX}")
