@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import glob
 import os
 import select
 import socket
@@ -121,9 +122,23 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     channel: Mapping[str, int]
 
 
-def socket_path(device: str, *, folder: str) -> str:
-    """The socket of the mount ``major:minor`` in a runtime folder."""
-    return os.path.join(folder, f"{device.replace(':', '-')}.sock")
+def socket_path(device: str, *, folder: str, pid: int) -> str:
+    """The socket of the server `pid` of the mount ``major:minor`` in a runtime folder.
+
+    The kernel gives a device number to the next mount while the server of the last one still
+    drains, so the number alone would not do.
+    """
+    return os.path.join(folder, f"{device.replace(':', '-')}.{pid}.sock")
+
+
+def socket_paths(device: str, *, folder: str) -> list[str]:
+    """Sockets of all servers that serve or served ``major:minor``, the newest one first."""
+    paths = glob.glob(os.path.join(glob.escape(folder), f"{device.replace(':', '-')}.*.sock"))
+    born: dict[str, int] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            born[path] = os.stat(path).st_mtime_ns
+    return sorted(born, key=born.__getitem__, reverse=True)
 
 
 def runtime_folders(uid: int) -> list[str]:
@@ -164,10 +179,15 @@ class ControlClient:
         self._server_fd = _open_process(peer(self._socket).pid)
 
     def _connect(self, entry: MountEntry) -> socket.socket:
-        for folder in runtime_folders(entry.owner_uid):
+        paths = [
+            path
+            for folder in runtime_folders(entry.owner_uid)
+            for path in socket_paths(entry.device, folder=folder)
+        ]
+        for path in paths:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection.connect(socket_path(entry.device, folder=folder))
+                connection.connect(path)
             except (FileNotFoundError, ConnectionRefusedError, PermissionError):
                 connection.close()
                 continue

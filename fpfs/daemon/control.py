@@ -63,7 +63,7 @@ class ControlServer:
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer requests until cancelled."""
-        # The mount's device number is its own: whatever lies there belongs to no living mount.
+        # A process that is gone may have had this number before.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         await self._socket.bind(self._path)

@@ -110,7 +110,7 @@ class Server:
         await self._commit.recover()
         device, relay_fd = await self._mount()
         control = ControlServer(
-            path=socket_path(device, folder=self._config.runtime_folder),
+            path=socket_path(device, folder=self._config.runtime_folder, pid=os.getpid()),
             controlled=self,
             open_to_others=allows_others(self._config.options),
         )
