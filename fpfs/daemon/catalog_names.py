@@ -184,12 +184,12 @@ def link(transaction: Transaction, ino: int, parent: int, name: bytes, *, now_ns
     if row is None or row[1] == 0:
         raise NoSuchEntry(f"inode {ino} was removed")
     mode, nlink = row
+    if _find(transaction, parent, name) is not None:
+        raise EntryExists(f"{name!r} exists in directory {parent}")
     if stat.S_ISDIR(mode):
         raise NotPermitted(f"inode {ino} is a directory, which cannot have a second name")
     if nlink >= LINK_COUNT_MAX:
         raise TooManyLinks(f"inode {ino} has {nlink} names already")
-    if _find(transaction, parent, name) is not None:
-        raise EntryExists(f"{name!r} exists in directory {parent}")
     _touch_directory(transaction, parent, now_ns)
     transaction.execute(
         "UPDATE inodes SET nlink = nlink + 1, ctime_ns = ? WHERE ino = ?", (now_ns, ino)
@@ -253,6 +253,8 @@ def rename(
     if mode is RenameMode.EXCHANGE:
         if existing is None:
             raise NoSuchEntry(f"{destination[1]!r} does not exist in directory {destination[0]}")
+        if existing.ino == moving.ino:
+            return Renamed(moving.ino, moving.is_directory, unchanged=True)
         return _exchange(transaction, source, moving, destination, existing, now_ns)
     if existing is not None and mode is RenameMode.NO_REPLACE:
         raise EntryExists(f"{destination[1]!r} exists in directory {destination[0]}")

@@ -176,6 +176,15 @@ class Commit:
             await self._wait_done(self._queue[-1])
         await self._catalog.make_durable()
 
+    async def give_back(self, inode: Inode) -> None:
+        """Delete an inode without a name now, and return when its space is free again.
+
+        What has it open by a path alone (O_PATH) cannot open it any more.
+        """
+        if not inode.users and not inode.handles:
+            self._reclaim.delete(inode)
+        await self._reclaim.wait_idle()
+
     @property
     def idle(self) -> bool:
         """Whether no version is on its way."""

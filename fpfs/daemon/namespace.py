@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import trio
-
-from fpfs.core.errors import FpfsError, InvalidOperation, NameTooLong
+from fpfs.core.errors import InvalidOperation, NameTooLong
 from fpfs.core.limits import NAME_BYTES_MAX
 from fpfs.daemon.catalog_attributes import (
     Changes,
@@ -41,6 +39,7 @@ from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
 from fpfs.daemon.namespace_files import Files
 from fpfs.daemon.namespace_xattrs import ExtendedAttributes
+from fpfs.daemon.space import DeviceSpace, Space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,21 +54,6 @@ if TYPE_CHECKING:
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_entries import Caller
     from fpfs.daemon.namespace_files import Opened
-
-
-class Space(NamedTuple):
-    """Figures of statfs(2); blocks are of `block_bytes`."""
-
-    block_bytes: int
-    blocks: int
-    blocks_free: int
-    blocks_available: int
-    inodes: int
-    inodes_free: int
-    name_bytes_max: int
-
-
-SPACE_BLOCK_BYTES = 4096
 
 
 class Namespace:
@@ -89,10 +73,15 @@ class Namespace:
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
-        self._device_paths = dict(device_paths)
+        self._space = DeviceSpace(device_paths.values())
         self.files = Files(engine=engine, inodes=inodes, commit=commit)
         self.entries = Entries(
-            catalog=catalog, inodes=inodes, commit=commit, files=self.files, policy=policy
+            catalog=catalog,
+            inodes=inodes,
+            commit=commit,
+            files=self.files,
+            policy=policy,
+            space=self._space,
         )
         self.directories = Directories(catalog=catalog, inodes=inodes, commit=commit)
         self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes)
@@ -217,9 +206,8 @@ class Namespace:
         return await self._catalog.read(lambda t: fetch_target(t, ino))
 
     async def measure_space(self) -> Space:
-        """Return size and free space of the devices, each backing filesystem counted once."""
-        measured = await trio.to_thread.run_sync(_measure, list(self._device_paths.values()))
-        return measured._replace(inodes=self._inodes.count + measured.inodes_free)
+        """Return size and free space, for statfs."""
+        return await self._space.measure(inode_count=self._inodes.count)
 
     def close(self) -> None:
         """Release what the kernel, which is gone, still held; `Commit.flush_all` comes after."""
@@ -239,20 +227,3 @@ def _apply_changes(inode: Inode, changes: Changes) -> None:
         inode.gid = changes.gid
     if changes.atime_ns is not None:
         inode.atime_ns = changes.atime_ns
-
-
-def _measure(paths: list[Path]) -> Space:
-    """Add up statvfs(3) of the filesystems below some directories (blocks: run in a thread)."""
-    filesystems = {os.stat(path).st_dev: os.statvfs(path) for path in paths}
-    if not filesystems:
-        raise FpfsError("no device directories to measure")
-    figures = filesystems.values()
-    return Space(
-        block_bytes=SPACE_BLOCK_BYTES,
-        blocks=sum(f.f_blocks * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
-        blocks_free=sum(f.f_bfree * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
-        blocks_available=sum(f.f_bavail * f.f_frsize for f in figures) // SPACE_BLOCK_BYTES,
-        inodes=0,
-        inodes_free=sum(f.f_favail for f in figures),
-        name_bytes_max=NAME_BYTES_MAX,
-    )

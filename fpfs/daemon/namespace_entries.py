@@ -16,6 +16,7 @@ import stat
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from fpfs.core.engine import INLINE_BYTES_MAX
 from fpfs.core.errors import EntryExists, NameTooLong, NoSuchEntry
 from fpfs.core.limits import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from fpfs.core.policy import rotate_layouts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_files import Files, Opened
+    from fpfs.daemon.space import DeviceSpace
 
 
 class Caller(NamedTuple):
@@ -52,12 +54,14 @@ class Entries:
         commit: Commit,
         files: Files,
         policy: Policy,
+        space: DeviceSpace,
     ) -> None:
-        """Place new files by `policy`."""
+        """Place new files by `policy`; give space back at once when `space` is tight."""
         self._catalog = catalog
         self._inodes = inodes
         self._commit = commit
         self._files = files
+        self._space = space
         self._layouts = _stored_layouts(policy)
 
     async def make_node(
@@ -295,9 +299,19 @@ class Entries:
             self._inodes.changed(inode, ctime_ns=now_ns)
 
     async def _let_go(self, removed: Removed) -> None:
-        """Let an inode without a name be deleted if nothing uses it (nor the kernel knows it)."""
-        if removed.nlink == 0:
-            self._inodes.settle(await self._inodes.get(removed.ino))
+        """Let an inode without a name be deleted if nothing uses it nor the kernel knows it.
+
+        The kernel forgets it after the answer, and its space comes back a moment later. On a nearly
+        full device that moment would let a write fail right after the removal that made room for
+        it: there the answer waits until the space is back.
+        """
+        if removed.nlink:
+            return
+        inode = await self._inodes.get(removed.ino)
+        self._inodes.settle(inode)
+        holds_space = inode.is_regular and inode.allocated_bytes > INLINE_BYTES_MAX
+        if holds_space and not inode.users and await self._space.is_tight():
+            await self._commit.give_back(inode)
 
 
 def _check_name(name: bytes) -> None:

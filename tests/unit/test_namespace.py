@@ -503,3 +503,24 @@ async def test_space_counts_a_backing_filesystem_once(tmp_path: Path) -> None:
         assert space.blocks * space.block_bytes == backing.f_blocks * backing.f_frsize
         assert space.inodes - space.inodes_free == 7
         assert space.name_bytes_max == 255
+
+
+@trio.testing.trio_test
+async def test_on_a_full_device_unlink_waits_for_the_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    async with rig(tmp_path) as mount:
+        for remove in (unlink(b"file"), rename("new", "file")):
+            await mount.write_file("file", bytes(LARGE))
+            await mount.write_file("new", b"")
+            await mount.commit.flush_all()
+            inode = await mount.resolve("file")
+            await remove(mount)
+            assert mount.engine.devices.objects == {}
+            mount.namespace.forget(inode.ino, 1)
+        handle = await mount.create("open")
+        mount.engine.write(handle, 0, bytes(LARGE))
+        await mount.namespace.files.sync(handle)
+        await mount.namespace.entries.unlink(ROOT, b"open")
+        assert mount.engine.read(handle, 0, 1 << 20) == bytes(LARGE)

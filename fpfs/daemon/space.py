@@ -1,0 +1,73 @@
+"""Space: size and free space of the devices, each backing filesystem counted once.
+
+Concurrency: trio thread; the system calls run in trio's threads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from fpfs.core.limits import NAME_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+BLOCK_BYTES = 4096
+
+TIGHT_BYTES = 256 * 1024 * 1024
+"""A device with less than this, or than TIGHT_SHARE of it, free is nearly full."""
+
+TIGHT_SHARE = 1 / 20
+
+
+class Space(NamedTuple):
+    """Figures of statfs(2); blocks are of `block_bytes`."""
+
+    block_bytes: int
+    blocks: int
+    blocks_free: int
+    blocks_available: int
+    inodes: int
+    inodes_free: int
+    name_bytes_max: int
+
+
+class DeviceSpace:
+    """The filesystems that hold the device directories."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Measure the filesystems of these directories."""
+        self._paths = list(paths)
+
+    async def measure(self, *, inode_count: int) -> Space:
+        """Return the figures of now, for a filesystem of `inode_count` inodes.
+
+        More inodes can be made as long as the backing filesystems have some for objects.
+        """
+        figures = await trio.to_thread.run_sync(self._figures)
+        inodes_free = sum(f.f_favail for f in figures)
+        return Space(
+            block_bytes=BLOCK_BYTES,
+            blocks=sum(f.f_blocks * f.f_frsize for f in figures) // BLOCK_BYTES,
+            blocks_free=sum(f.f_bfree * f.f_frsize for f in figures) // BLOCK_BYTES,
+            blocks_available=sum(f.f_bavail * f.f_frsize for f in figures) // BLOCK_BYTES,
+            inodes=inode_count + inodes_free,
+            inodes_free=inodes_free,
+            name_bytes_max=NAME_BYTES_MAX,
+        )
+
+    async def is_tight(self) -> bool:
+        """Whether some device is nearly full."""
+        figures = await trio.to_thread.run_sync(self._figures)
+        return any(
+            f.f_bavail * f.f_frsize < max(TIGHT_BYTES, f.f_blocks * f.f_frsize * TIGHT_SHARE)
+            for f in figures
+        )
+
+    def _figures(self) -> list[os.statvfs_result]:
+        """Return statvfs(3) of each backing filesystem (blocks: run in a thread)."""
+        return list({os.stat(path).st_dev: os.statvfs(path) for path in self._paths}.values())
