@@ -138,7 +138,6 @@ bool BlockMap::next_data(uint64_t block, uint64_t* found) const {
 }
 
 uint64_t BlockMap::next_hole(uint64_t block) const {
-  Extent extent;
   auto it = extents_.upper_bound(block);
   if (it != extents_.begin() && std::prev(it)->second.end() > block) --it;
   for (; it != extents_.end() && it->second.block <= block; ++it) {

@@ -198,6 +198,7 @@ void File::place(Slot* slot, Actions& actions) {
     return block_limit(slot, i) != 0 && slot->ranges.intersects(begin, begin + kBlockBytes);
   };
   const auto reserved_place = [&](uint64_t i, Place* place) {
+    mutex_.assert_held();
     Extent extent;
     if (!map_.find(chunk_first + i, &extent) || !extent.place.unwritten) return false;
     *place = extent.place;
@@ -286,7 +287,10 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
   Slot* slot = io->slot;
   const uint16_t failed = io->extent.place.device;
   io->tried.push_back(failed);
-  if (result != -ENOSPC) plane_.mark_device_failed(failed, -result);
+  // Space and missing objects are no verdict on the device.
+  if (result != -ENOSPC && result != -EDQUOT && result != -ENOENT) {
+    plane_.mark_device_failed(failed, -result);
+  }
   for (const uint16_t number : placement_.devices) {
     const bool tried =
         std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
@@ -454,6 +458,7 @@ void File::drain(bool last, DrainDone done) {
       draining_ = true;
       add_barrier(
           [this, base, last, done](Actions& after, int error) mutable {
+            mutex_.assert_held();
             if (error != 0) {
               draining_ = false;
               after.add([done, error] { done(error, {}); });
@@ -527,6 +532,7 @@ void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> 
     shrink_staged(0, actions);
     add_barrier(
         [this, done](Actions& after, int) {
+          mutex_.assert_held();
           dropped_ = true;
           std::vector<std::pair<uint16_t, uint64_t>> keys;
           for (const auto& [key, object] : objects_) keys.push_back(key);

@@ -138,6 +138,7 @@ int64_t File::seek(uint64_t offset, bool data) {
     return data ? -ENXIO : static_cast<int64_t>(offset);
   }
   const auto staged = [&](uint64_t block) {
+    mutex_.assert_held();
     const auto chain = chains_.find(block * kBlockBytes / placement_.chunk_bytes);
     if (chain == chains_.end()) return false;
     const auto begin = static_cast<uint32_t>(block * kBlockBytes % placement_.chunk_bytes);

@@ -229,6 +229,7 @@ void File::truncate(uint64_t size, Done done) {
       if (barriers_.empty()) shrink_staged(size, actions);  // need not be written first
       add_barrier(
           [this, size, done](Actions& after, int) {
+            mutex_.assert_held();
             shrink(size, after);
             const uint64_t block_end = blocks_up(size) * kBlockBytes;
             // What the last block holds behind the new end must not come back by extending.
@@ -378,6 +379,7 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
       actions.add([done] { done(0); });
     } else {
       add_barrier([this, offset, end, done](Actions& after, int) {
+        mutex_.assert_held();
         punch_blocks(offset, end, done, after);
       }, actions);
     }

@@ -38,6 +38,7 @@ struct File::ChunkPiece {
   size_t from = 0;     // within the payload
   Slot* slot = nullptr;
   bool fresh = false;  // taken for this write, not yet attached
+  bool was_spare = false;
 };
 
 size_t File::begin_lease(uint64_t offset, Lease* lease, char** at) {
@@ -138,6 +139,7 @@ bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, S
     if (slot == nullptr) {
       if (*spare != nullptr && payload.lies_at((*spare)->data + piece.begin, piece.from)) {
         slot = std::exchange(*spare, nullptr);
+        piece.was_spare = true;
       } else {
         slot = plane_.arena().take();
       }
@@ -153,8 +155,8 @@ bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, S
 void File::give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) {
   for (ChunkPiece& piece : pieces) {
     if (!piece.fresh) continue;
-    if (*spare == nullptr) {
-      *spare = piece.slot;
+    if (piece.was_spare) {
+      *spare = piece.slot;  // the payload still lies in it
     } else {
       plane_.arena().give(piece.slot);
     }
@@ -166,6 +168,7 @@ void File::give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) {
 uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks) {
   const uint64_t first = piece.chunk * (placement_.chunk_bytes / kBlockBytes);
   const auto mark = [&](uint32_t begin, uint32_t end) {
+    mutex_.assert_held();
     for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
       Extent extent;
       if (piece.slot->reserved[b]) continue;

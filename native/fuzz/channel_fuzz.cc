@@ -1,0 +1,232 @@
+// Fuzzes the whole channel: a real engine with two open files, fed with requests over a socket that
+// stands in for /dev/fuse, while its socket for pyfuse3 gets arbitrary replies.
+//
+// The input is a list of messages: a byte that chooses the opcode and how the message is bent, a
+// length byte, then bytes for the body. Handles and lengths are made to fit mostly, so that requests
+// get past the first checks. A flush that must be answered follows every input: the channel is alive.
+#include <fcntl.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "channel.h"
+#include "engine.h"
+
+// Threads of the engine allocate and free while an input runs: that looks like leaks to the fuzzer.
+extern "C" const char* __asan_default_options();
+extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
+
+namespace {
+
+using namespace fpfs;
+
+constexpr uint64_t kMarker = 0xF1A5F1A5F1A5F1A5;
+constexpr uint64_t kHandleWrite = 1;
+constexpr uint64_t kHandleRead = 2;
+constexpr uint64_t kChunkBytes = 256 * 1024;
+constexpr int kInputsEachFile = 200;
+
+constexpr std::array<uint32_t, 14> kOpcodes = {
+    FUSE_WRITE,     FUSE_READ,  FUSE_FLUSH,   FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE,
+    FUSE_INTERRUPT, FUSE_INIT,  FUSE_OPEN,    FUSE_CREATE, FUSE_READDIR,  FUSE_BATCH_FORGET,
+    FUSE_SETATTR,   FUSE_LOOKUP};
+
+// Bytes of the input, zeros when it is used up.
+class Input {
+ public:
+  Input(const uint8_t* data, size_t bytes) : data_(data), left_(bytes) {}
+  bool empty() const { return left_ == 0; }
+  uint8_t byte() {
+    uint8_t value = 0;
+    take(&value, 1);
+    return value;
+  }
+  void take(void* to, size_t bytes) {
+    std::memset(to, 0, bytes);
+    const size_t n = std::min(bytes, left_);
+    std::memcpy(to, data_, n);
+    data_ += n;
+    left_ -= n;
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t left_;
+};
+
+class Harness {
+ public:
+  Harness() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "fpfs-fuzz-XXXXXX").string();
+    if (::mkdtemp(pattern.data()) == nullptr) std::abort();
+    directory_ = pattern;
+    EngineConfig config;
+    for (uint16_t number = 0; number < 2; ++number) {
+      const std::string path = directory_ + "/" + std::to_string(number);
+      std::filesystem::create_directories(path);
+      config.devices.emplace_back(number, path);
+    }
+    config.slot_bytes = kChunkBytes;
+    config.staging_bytes = 64 * kChunkBytes;
+    auto opened = Engine::open(config);
+    if (!opened.ok()) std::abort();
+    engine_ = opened.take();
+    std::array<int, 2> pair{};
+    if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair.data()) != 0) std::abort();
+    constexpr int buffer_bytes = 64 << 20;
+    for (const int fd : pair) {
+      ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer_bytes, sizeof buffer_bytes);
+      ::setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &buffer_bytes, sizeof buffer_bytes);
+    }
+    kernel_ = pair[0];
+    auto served = engine_->serve(pair[1]);
+    if (!served.ok()) std::abort();
+    python_ = served.take();
+  }
+  ~Harness() {
+    engine_->close();
+    std::filesystem::remove_all(directory_);
+  }
+  Harness(const Harness&) = delete;
+  Harness& operator=(const Harness&) = delete;
+
+  void run(Input input) {
+    if (inputs_++ % kInputsEachFile == 0) fresh_file();
+    for (int count = 0; count < 16 && !input.empty(); ++count) {
+      send_request(&input);
+      drain(python_);
+    }
+    ask_whether_alive();
+    for (const Event& event : engine_->take_events()) {
+      if (const auto* write = std::get_if<SyncWriteEvent>(&event)) {
+        engine_->complete_write(write->ticket, 0);
+      }
+    }
+  }
+
+ private:
+  void fresh_file() {
+    if (ino_ != 0) {
+      for (const uint64_t handle : {kHandleWrite, kHandleRead}) engine_->release_handle(handle);
+      engine_->drop(ino_);
+    }
+    ++ino_;
+    const Placement placement{kChunkBytes, {0, 1}, ino_};
+    const bool loaded =
+        engine_->load(ino_, placement, 0, 0, 0, std::nullopt, {}).ok() &&
+        engine_->open_handle(kHandleWrite, ino_, O_RDWR).ok() &&
+        engine_->open_handle(kHandleRead, ino_, O_RDONLY).ok();
+    if (!loaded) std::abort();
+  }
+
+  void send_request(Input* input) {
+    const uint8_t choice = input->byte();
+    const uint8_t bend = input->byte();
+    if (choice >= 240) return send_reply(input);
+    fuse_in_header header{};
+    header.opcode = kOpcodes[choice % kOpcodes.size()];
+    header.unique = 2 * ++unique_;
+    header.nodeid = ino_;
+    std::vector<char> body(bend % 4 == 3 ? size_t{bend} * 1024 : bend);
+    input->take(body.data(), std::min<size_t>(body.size(), 96));
+    fit(header.opcode, bend, &body);
+    header.len = static_cast<uint32_t>(sizeof header + body.size());
+    if (bend == 255) input->take(&header, sizeof header);
+    std::vector<char> message(sizeof header + body.size());
+    std::memcpy(message.data(), &header, sizeof header);
+    std::copy(body.begin(), body.end(), message.begin() + sizeof header);
+    if (bend == 254) message.resize(choice);  // cut off
+    if (::send(kernel_, message.data(), message.size(), MSG_NOSIGNAL) < 0) std::abort();
+    drain(kernel_);
+  }
+
+  // Puts in a handle that is open, and the length that a write must state. Every operation here but
+  // copy_file_range begins with the handle.
+  static void fit(uint32_t opcode, uint8_t bend, std::vector<char>* body) {
+    if (bend % 8 == 7) return;
+    const uint64_t handle = bend % 2 == 0 ? kHandleWrite : kHandleRead;
+    if (body->size() < sizeof(fuse_write_in)) body->resize(sizeof(fuse_write_in));
+    std::memcpy(body->data(), &handle, sizeof handle);
+    if (opcode == FUSE_WRITE) {
+      const auto bytes = static_cast<uint32_t>(body->size() - sizeof(fuse_write_in));
+      std::memcpy(body->data() + offsetof(fuse_write_in, size), &bytes, sizeof bytes);
+    }
+    if (opcode == FUSE_COPY_FILE_RANGE) {
+      body->resize(sizeof(fuse_copy_file_range_in));
+      std::memcpy(body->data() + offsetof(fuse_copy_file_range_in, fh_out), &handle, sizeof handle);
+    }
+  }
+
+  // What pyfuse3 would answer, to the latest request or to none.
+  void send_reply(Input* input) {
+    std::vector<char> message(sizeof(fuse_out_header) + input->byte());
+    input->take(message.data(), message.size());
+    fuse_out_header header{};
+    std::memcpy(&header, message.data(), sizeof header);
+    header.unique = 2 * unique_ + (header.unique % 4 == 3 ? 1 : 0);
+    std::memcpy(message.data(), &header, sizeof header);
+    ::send(python_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  // A flush of an open handle is answered by the channel itself, after all that was sent before.
+  void ask_whether_alive() {
+    struct {
+      fuse_in_header header;
+      fuse_flush_in body;
+    } message{};
+    message.header.len = sizeof message;
+    message.header.opcode = FUSE_FLUSH;
+    message.header.unique = kMarker;
+    message.header.nodeid = ino_;
+    message.body.fh = kHandleRead;
+    if (::send(kernel_, &message, sizeof message, MSG_NOSIGNAL) < 0) std::abort();
+    while (!drain(kernel_)) {
+      pollfd wait[2] = {{kernel_, POLLIN, 0}, {python_, POLLIN, 0}};
+      ::poll(wait, 2, -1);
+      drain(python_);
+    }
+  }
+
+  // Takes what lies there; whether the answer to the marker was among it.
+  bool drain(int fd) {
+    bool marker = false;
+    while (true) {
+      const ssize_t n = ::recv(fd, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+      if (n < static_cast<ssize_t>(sizeof(fuse_out_header))) {
+        if (n < 0) return marker;
+        continue;
+      }
+      fuse_out_header header{};
+      std::memcpy(&header, buffer_.data(), sizeof header);
+      marker = marker || (fd == kernel_ && header.unique == kMarker);
+    }
+  }
+
+  std::string directory_;
+  std::unique_ptr<Engine> engine_;
+  int kernel_ = -1;
+  int python_ = -1;
+  uint64_t ino_ = 0;
+  uint64_t unique_ = 0;
+  uint64_t inputs_ = 0;
+  std::vector<char> buffer_ = std::vector<char>(size_t{2} << 20);
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
+  static Harness harness;
+  harness.run(Input(data, bytes));
+  return 0;
+}
