@@ -23,6 +23,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,9 @@ MIB = 1024 * 1024
 DEVICE_COUNT_MAX = 64
 SIZE_BYTES_MIN = 320 * MIB
 """mkfs.xfs refuses less than 300 MiB."""
+
+BUSY_S = 10.0
+BUSY_RETRY_S = 0.1
 
 TOOLS = ("losetup", "mkfs.xfs", "mount", "umount")
 
@@ -151,7 +155,7 @@ def up(directory: Path, *, device_count: int, mib_per_s: int, size_bytes: int) -
 def down(directory: Path) -> bool:
     """Take a lab down, whatever state it is in; False if there is none.
 
-    Raises LabError if something is still in use; calling it again goes on from there.
+    Raises LabError if something stays in use for BUSY_S; calling it again goes on from there.
     """
     if not (directory / STATE_NAME).exists():
         return False
@@ -193,7 +197,10 @@ def load(directory: Path) -> Lab:
 def lab(
     *, device_count: int, mib_per_s: int, size_bytes: int, parent: Path | None = None
 ) -> Iterator[Lab]:
-    """A lab in a fresh directory under `parent`, joined by this process, taken down at the end."""
+    """A lab in a fresh directory under `parent`, joined by this process, taken down at the end.
+
+    A device that is still in use then is LabError, and goes away with its last user.
+    """
     directory = Path(tempfile.mkdtemp(prefix="fpfs-lab-", dir=parent))
     try:
         made = up(directory, device_count=device_count, mib_per_s=mib_per_s, size_bytes=size_bytes)
@@ -202,7 +209,11 @@ def lab(
                 made.throttle.join()
             yield made
         finally:
-            down(directory)
+            try:
+                down(directory)
+            except LabError:
+                _abandon(made)
+                raise
     finally:
         if not (directory / STATE_NAME).exists():
             shutil.rmtree(directory)
@@ -245,11 +256,40 @@ def _take_down(lab: Lab) -> None:
         if lab.throttle is not None:
             lab.throttle.clear(device.device_number)  # first: unmounting writes the log
         for mounted in _mountpoints_of(device.device_number):
-            _run("umount", mounted)
+            _unmount(mounted)
         _run("losetup", "--detach", device.loop)
     attached = sorted(_loops_by_image(lab.images).values())
     if attached:
         raise LabError(f"{', '.join(attached)} still in use: see `lsof {attached[0]}`, then repeat")
+    _remove_files(lab)
+
+
+def _abandon(lab: Lab) -> None:
+    """Take down what is in use: it vanishes from the tree now, and for good with its last user."""
+    for device in lab.devices():
+        if device.loop is None or device.device_number is None:
+            continue
+        for mounted in _mountpoints_of(device.device_number):
+            _run("umount", "--lazy", mounted)
+        _run("losetup", "--detach", device.loop)
+    _remove_files(lab)
+
+
+def _unmount(mountpoint: str) -> None:
+    """Unmount; a filesystem may stay busy for a moment while a killed process is taken apart."""
+    deadline_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            _run("umount", mountpoint)
+        except LabError as error:
+            if "busy" not in str(error) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(BUSY_RETRY_S)  # nothing tells when a mount ceases to be busy
+        else:
+            return
+
+
+def _remove_files(lab: Lab) -> None:
     for image, mountpoint in zip(lab.images, lab.mountpoints, strict=True):
         image.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):

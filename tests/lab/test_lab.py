@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -160,11 +161,44 @@ def test_loop_devices_of_others_are_left_alone(directory: Path, tmp_path: Path) 
         subprocess.run(["losetup", "--detach", loop], check=True)
 
 
-def test_down_of_a_busy_lab_says_so_and_can_be_repeated(directory: Path) -> None:
+def test_down_of_a_busy_lab_says_so_and_can_be_repeated(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab, "BUSY_S", 0.0)
     made = lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
     with open(made.mountpoints[0] / "held", "w"), pytest.raises(lab.LabError, match="busy"):
         lab.down(directory)
     assert lab.down(directory)
+
+
+def test_down_waits_for_a_process_that_is_going_away(directory: Path) -> None:
+    made = lab.up(directory, device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES)
+    holder = subprocess.Popen(
+        ["sh", "-c", f"exec 3>{made.mountpoints[0]}/held; echo held; exec sleep 0.5"],
+        stdout=subprocess.PIPE,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert lab.down(directory)
+
+
+def leave_a_lab_in_use(parent: Path, held: list[IO[str]]) -> None:
+    """Let a lab's context end while a file on it is open."""
+    with lab.lab(device_count=1, mib_per_s=100, size_bytes=SIZE_BYTES, parent=parent) as made:
+        held.append((made.mountpoints[0] / "held").open("w"))
+
+
+def test_a_lab_left_in_use_goes_away_with_its_last_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab, "BUSY_S", 0.0)
+    held: list[IO[str]] = []
+    with pytest.raises(lab.LabError, match="busy"):
+        leave_a_lab_in_use(tmp_path, held)
+    assert list(tmp_path.iterdir()) == []
+    held[0].close()
+    assert not [image for image in attached_images() if image.startswith(str(tmp_path))]
 
 
 def test_the_script_shows_the_state_as_json(directory: Path) -> None:
