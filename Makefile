@@ -61,6 +61,11 @@ native: ## Rebuild the extension into .venv, quickly
 	  --prefix "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
 	  > /dev/null
 
+.PHONY: stubs
+stubs: ## Write the extension's type stub anew (a test compares it)
+	$(VENV)/bin/python -m nanobind.stubgen -q -m fpfs._native -o fpfs/_native.pyi
+	$(VENV)/bin/ruff format --quiet fpfs/_native.pyi
+
 .PHONY: install-mount-helper
 install-mount-helper: setup ## Let mount(8) and fstab mount the type fuse.fpfs (root)
 	mount_scripts/install_mount_helper $(CURDIR)/$(VENV)

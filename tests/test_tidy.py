@@ -84,9 +84,6 @@ def undocumented(node: ast.AST, prefix: str = "") -> Iterator[str]:
             continue
         if child.name.startswith("_") and child.name != "__init__":
             continue
-        if child.name == "__init__" and isinstance(node, ast.ClassDef):
-            if node.name.startswith("_"):
-                continue
         if not ast.get_docstring(child) and child.name != "__init__":
             yield prefix + child.name
         if isinstance(child, ast.ClassDef):
@@ -161,10 +158,23 @@ def test_only_the_engine_module_imports_the_extension() -> None:
     assert found in ([], ["fpfs/core/engine.py"])
 
 
+def test_the_stub_fits_the_extension(tmp_path: Path) -> None:
+    """`make stubs` writes it anew."""
+    found = tmp_path / "_native.pyi"
+    tools = Path(sys.executable).parent
+    for command in (
+        [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "fpfs._native", "-o", found],
+        [tools / "ruff", "format", "--quiet", "--config", REPOSITORY / "pyproject.toml", found],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    assert found.read_text() == (REPOSITORY / "fpfs" / "_native.pyi").read_text()
+
+
 def test_versions_are_pinned() -> None:
     """Every dependency that pyproject.toml names has its tested version in constraints.txt."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
     names = {re.split(r"[\[<>=~! ]", line)[0] for line in wanted} - {"fpfs"}
     pinned = re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     assert names - set(pinned) == set()

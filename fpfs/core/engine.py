@@ -102,7 +102,7 @@ class Range(NamedTuple):
     device: int
     object: int
     block: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
 
 
 class Snapshot(NamedTuple):
@@ -364,11 +364,13 @@ class NativeEngine:
 
     async def discard(self, ranges: Sequence[Range]) -> None:
         """See `Engine.discard`."""
-        await self._completion(self._native.discard([tuple(entry) for entry in ranges]))
+        plain = [(entry.device, entry.object, entry.block, entry.count) for entry in ranges]
+        await self._completion(self._native.discard(plain))
 
     async def remove_objects(self, objects: Sequence[ObjectId]) -> None:
         """See `Engine.remove_objects`."""
-        await self._completion(self._native.remove_objects([tuple(key) for key in objects]))
+        plain = [(key.device, key.id) for key in objects]
+        await self._completion(self._native.remove_objects(plain))
 
     def take_error(self, handle: int) -> int:
         """See `Engine.take_error`."""

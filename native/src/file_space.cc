@@ -1,5 +1,6 @@
 // Where new bytes will lie: objects, preallocation, reservation; and truncate, fallocate, punch.
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 
 #include "file.h"
@@ -28,6 +29,7 @@ struct CallRequest : IoRequest {
 // The device of new blocks of a chunk: the layout's, or the next one that can take them.
 uint16_t File::device_for(uint64_t chunk) {
   const size_t width = placement_.devices.size();
+  assert(width > 0);
   for (size_t i = 0; i < width; ++i) {
     const uint16_t number = placement_.devices[(placement_.first + chunk + i) % width];
     const auto it = appenders_.find(number);
