@@ -1,6 +1,7 @@
 // The Python extension fpfs._native: the only place that knows Python.
 //
-// Threads: calls come from the interpreter's threads; the GIL is released wherever a native lock may
+// Threads: calls come from the interpreter's threads; the GIL is released wherever a native lock
+// may
 //   be waited for. Nothing native calls back into Python: events are fetched with take_events().
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -122,10 +123,10 @@ nb::dict statistics(Engine& engine) {
 }
 
 EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
-                         std::string arena_path, std::string filesystem_id,
-                         uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
-                         const std::string& backend, uint32_t channel_threads,
-                         uint64_t object_base, uint64_t reserve_bytes, const std::string& ack) {
+                         std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
+                         uint64_t slot_bytes, uint32_t depth, const std::string& backend,
+                         uint32_t channel_threads, uint64_t object_base, uint64_t reserve_bytes,
+                         const std::string& ack) {
   EngineConfig config;
   config.devices = std::move(devices);
   config.arena_path = std::move(arena_path);
@@ -171,8 +172,8 @@ NB_MODULE(_native, module) {
              std::vector<std::pair<uint32_t, std::string>> blobs;
              for (const auto& [index, blob] : segments) blobs.emplace_back(index, from_bytes(blob));
              Placement placement{chunk_bytes, std::move(devices), first};
-             check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns,
-                               std::move(text), blobs));
+             check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns, std::move(text),
+                               blobs));
            })
       .def("loaded", [](Engine& engine, uint64_t ino) { return engine.file(ino) != nullptr; })
       .def("unload", [](Engine& engine, uint64_t ino) { check(engine.unload(ino)); })
@@ -185,10 +186,12 @@ NB_MODULE(_native, module) {
              return nb::make_tuple(a.size, a.allocated_bytes, a.mtime_ns, a.ctime_ns,
                                    a.privileges_dropped, a.dirty);
            })
-      .def("set_times",
-           [](Engine& engine, uint64_t ino, std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
-             loaded(engine, ino)->set_times(mtime_ns, ctime_ns);
-           }, nb::arg("ino"), nb::arg("mtime_ns").none(), nb::arg("ctime_ns"))
+      .def(
+          "set_times",
+          [](Engine& engine, uint64_t ino, std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
+            loaded(engine, ino)->set_times(mtime_ns, ctime_ns);
+          },
+          nb::arg("ino"), nb::arg("mtime_ns").none(), nb::arg("ctime_ns"))
       .def("privileges_restored",
            [](Engine& engine, uint64_t ino) { loaded(engine, ino)->privileges_restored(); })
       .def("take_error",
@@ -231,16 +234,14 @@ NB_MODULE(_native, module) {
          uint64_t reserve_bytes, const std::string& ack) {
         Result<std::unique_ptr<Engine>> result = [&] {
           const nb::gil_scoped_release release;
-          return Engine::open(make_config(std::move(devices), std::move(arena_path),
-                                          std::move(filesystem_id), staging_bytes, slot_bytes,
-                                          depth, backend, channel_threads, object_base,
-                                          reserve_bytes, ack));
+          return Engine::open(make_config(
+              std::move(devices), std::move(arena_path), std::move(filesystem_id), staging_bytes,
+              slot_bytes, depth, backend, channel_threads, object_base, reserve_bytes, ack));
         }();
         check(result.status());
         return result.take();
       },
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
-      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"),
-      nb::arg("ack"));
+      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"));
 }

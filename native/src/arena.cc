@@ -49,8 +49,8 @@ void RangeSet::add(uint32_t begin, uint32_t end) {
     ranges_.back().end = end;
     return;
   }
-  auto first = std::find_if(ranges_.begin(), ranges_.end(),
-                            [&](const Range& r) { return r.end >= begin; });
+  auto first =
+      std::find_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.end >= begin; });
   auto last = first;
   for (; last != ranges_.end() && last->begin <= end; ++last) {
     begin = std::min(begin, last->begin);
@@ -106,9 +106,10 @@ Status Arena::map(const Config& config, std::string* warning) {
   slot_bytes_ = config.slot_bytes;
   const uint64_t slot_count = config.staging_bytes / slot_bytes_;
   const uint64_t slots_at = kPage;
-  const uint64_t handles_at = round_up(slots_at + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
-  const uint64_t data_at = round_up(
-      handles_at + arena::kHandlesMax * sizeof(arena::HandleRecord), slot_bytes_);
+  const uint64_t handles_at =
+      round_up(slots_at + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
+  const uint64_t data_at =
+      round_up(handles_at + arena::kHandlesMax * sizeof(arena::HandleRecord), slot_bytes_);
   mapped_bytes_ = data_at + slot_count * slot_bytes_;
 
   path_ = config.path;
@@ -123,8 +124,8 @@ Status Arena::map(const Config& config, std::string* warning) {
     return Status(error, "staging arena " + path_ + ": cannot allocate " +
                              std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
   }
-  void* base = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                    fd_, 0);
+  void* base =
+      mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
   if (base == MAP_FAILED) return Status::from_errno("staging arena: mmap");
   base_ = static_cast<char*>(base);
   pinned_ = mlock(base_, mapped_bytes_) == 0;
@@ -282,8 +283,8 @@ Status Arena::record_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
 
 void Arena::forget_handle(uint64_t handle) {
   const MutexLock lock(mutex_);
-  const auto it = std::lower_bound(handles_.begin(), handles_.end(),
-                                   std::make_pair(handle, uint32_t{0}));
+  const auto it =
+      std::lower_bound(handles_.begin(), handles_.end(), std::make_pair(handle, uint32_t{0}));
   if (it == handles_.end() || it->first != handle) return;
   write_handle(it->second, 0, 0, 0);
   free_handles_.push_back(it->second);

@@ -55,22 +55,22 @@ struct Slot {
   // Below: the owner's (a File's lock while attached).
   std::shared_ptr<File> file;
   uint64_t chunk = 0;
-  uint64_t epoch = 0;      // of the file when attached
-  RangeSet ranges;         // acknowledged bytes
+  uint64_t epoch = 0;                    // of the file when attached
+  RangeSet ranges;                       // acknowledged bytes
   std::bitset<kSlotBlocksMax> reserved;  // blocks with space reserved on `device`
   uint16_t device = 0;
   std::vector<Extent> written;  // on the device, not yet in the file's map
   uint64_t issue_size = 0;      // the file's size when its blocks were completed
   uint32_t pending_io = 0;
   int io_error = 0;
-  int lease = -1;          // channel thread that may be receiving into the unused part
+  int lease = -1;  // channel thread that may be receiving into the unused part
   uint32_t lease_begin = 0;
   uint32_t lease_end = 0;
   bool seal_wanted = false;  // as soon as the lease ends
-  bool sealed = false;     // no further bytes are added
-  bool issued = false;     // I/O for it has begun
-  bool orphan = false;     // detached while leased: its leaseholder gives it back
-  uint32_t pins = 0;       // reads that will still copy from it
+  bool sealed = false;       // no further bytes are added
+  bool issued = false;       // I/O for it has begun
+  bool orphan = false;       // detached while leased: its leaseholder gives it back
+  uint32_t pins = 0;         // reads that will still copy from it
   bool give_when_unpinned = false;
 
   // Arena's own.
@@ -128,8 +128,7 @@ class Arena {
  private:
   Arena() = default;
   Status map(const Config& config, std::string* warning);
-  void write_handle(uint32_t index, uint64_t handle, uint64_t ino, uint32_t flags)
-      REQUIRES(mutex_);
+  void write_handle(uint32_t index, uint64_t handle, uint64_t ino, uint32_t flags) REQUIRES(mutex_);
   void age_unlink(Slot* slot) REQUIRES(mutex_);
 
   std::string path_;

@@ -46,8 +46,7 @@ bool read(std::string_view blob, size_t* position, T* value) {
 
 bool continues(const Extent& left, const Extent& right) {
   return left.end() == right.block && left.place.device == right.place.device &&
-         left.place.object == right.place.object &&
-         left.place.unwritten == right.place.unwritten &&
+         left.place.object == right.place.object && left.place.unwritten == right.place.unwritten &&
          left.place.object_block + left.count == right.place.object_block;
 }
 
@@ -165,9 +164,9 @@ std::string BlockMap::encode_segment(uint32_t index) const {
                               static_cast<uint32_t>(runs.size())});
   for (const Extent& run : runs) {
     const uint16_t flags = run.place.unwritten ? kRunUnwritten : 0;
-    append(&blob, SegmentRun{static_cast<uint32_t>(run.block - first),
-                             static_cast<uint32_t>(run.count), run.place.object_block,
-                             run.place.device, flags, run.place.object});
+    append(&blob,
+           SegmentRun{static_cast<uint32_t>(run.block - first), static_cast<uint32_t>(run.count),
+                      run.place.object_block, run.place.device, flags, run.place.object});
   }
   append(&blob, uint32_t{0});  // checksum_count
   append(&blob, crc32c(0, blob.data(), blob.size()));
@@ -193,9 +192,9 @@ Status BlockMap::decode_segment(uint32_t index, std::string_view blob) {
     SegmentRun run{};
     if (!read(blob, &position, &run)) return damaged("runs");
     if (run.count == 0 || run.block + uint64_t{run.count} > kSegmentBlocks) return damaged("run");
-    const Extent extent{index * kSegmentBlocks + run.block, run.count,
-                        Place{run.object, run.object_block, run.device,
-                              (run.flags & kRunUnwritten) != 0}};
+    const Extent extent{
+        index * kSegmentBlocks + run.block, run.count,
+        Place{run.object, run.object_block, run.device, (run.flags & kRunUnwritten) != 0}};
     if (!lookup(extent.block, extent.count).empty()) return damaged("overlap");
     insert_merged(extent);
     block_count_ += extent.count;

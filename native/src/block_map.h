@@ -1,6 +1,7 @@
 // Where each 64 KiB block of a file's content lies, and its encoding in catalog segments.
 //
-// Invariants: extents do not overlap, have count > 0, and neighbours that continue each other on the
+// Invariants: extents do not overlap, have count > 0, and neighbours that continue each other on
+// the
 //   same object are one extent. A block without an extent is a hole and reads as zeros.
 // Threads: none of its own; the owner (File) locks.
 #pragma once
@@ -46,7 +47,8 @@ class BlockMap {
   bool empty() const { return extents_.empty(); }
   uint64_t block_count() const { return block_count_; }
 
-  // Makes [extent.block, extent.end()) point at extent.place; appends what it replaced to `replaced`.
+  // Makes [extent.block, extent.end()) point at extent.place; appends what it replaced to
+  // `replaced`.
   void assign(const Extent& extent, std::vector<Extent>* replaced);
   void erase(uint64_t block, uint64_t count, std::vector<Extent>* replaced);
 

@@ -6,8 +6,8 @@
 //                                                   ◄── relay thread ◄── replies
 //
 // A channel thread receives with readv: 80 bytes of headers, then the payload where the running
-// stream's next bytes belong (leased part of the open slot, then a spare slot), then a landing buffer.
-// When the guess was right, the kernel's copy was the only one.
+// stream's next bytes belong (leased part of the open slot, then a spare slot), then a landing
+// buffer. When the guess was right, the kernel's copy was the only one.
 //
 // Ownership: the channel owns both descriptors. Requests that wait own a landing buffer each; when
 //   those run out the threads stop receiving, so memory is bounded.

@@ -61,8 +61,7 @@ void Channel::relay_forgets(const FuseRequest& request) {
     fuse_in_header header = request.header();
     fuse_batch_forget_in part{};
     part.count = static_cast<uint32_t>(n);
-    header.len =
-        static_cast<uint32_t>(sizeof header + sizeof part + n * sizeof(fuse_forget_one));
+    header.len = static_cast<uint32_t>(sizeof header + sizeof part + n * sizeof(fuse_forget_one));
     const iovec parts[3] = {{&header, sizeof header},
                             {&part, sizeof part},
                             {forgets.data(), n * sizeof(fuse_forget_one)}};
@@ -187,8 +186,8 @@ void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) 
 
 // --- notifications ---
 
-// Drops the kernel's pages of an inode, then runs `then`. In a thread of its own: the kernel may wait
-// here for pages that readers hold until a channel thread has answered them.
+// Drops the kernel's pages of an inode, then runs `then`. In a thread of its own: the kernel may
+// wait here for pages that readers hold until a channel thread has answered them.
 void Channel::invalidate(uint64_t ino, std::function<void()> then) {
   const MutexLock lock(notify_mutex_);
   notifications_.push_back({ino, std::move(then)});

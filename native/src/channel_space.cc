@@ -120,10 +120,10 @@ void Channel::handle_copy(const FuseRequest& request) {
   const std::shared_ptr<Handle> from = engine_.handle(in.fh_in);
   const std::shared_ptr<Handle> to = engine_.handle(in.fh_out);
   if (from == nullptr || to == nullptr) return reply(request.unique(), EBADF);
-  engine_.worker().post([this, unique = request.unique(), source = from->file, target = to->file,
-                         in] {
-    copy_range(unique, source, in.off_in, target, in.off_out, std::min(in.len, kCopyBytesMax));
-  });
+  engine_.worker().post(
+      [this, unique = request.unique(), source = from->file, target = to->file, in] {
+        copy_range(unique, source, in.off_in, target, in.off_out, std::min(in.len, kCopyBytesMax));
+      });
 }
 
 // Copies through a read buffer and staging, on the worker: both sides may wait for devices.

@@ -111,8 +111,8 @@ bool Channel::attempt(ParkedWrite& write) {
     Payload payload;
     payload.add(write.buffer, write.arguments.size);
     Slot* spare = nullptr;
-    outcome = write.file->write(write.arguments.offset, write.arguments.size, payload, &spare,
-                                nullptr);
+    outcome =
+        write.file->write(write.arguments.offset, write.arguments.size, payload, &spare, nullptr);
     if (spare != nullptr) engine_.arena().give(spare);
     if (outcome.progress == Progress::Wait) {
       if (!write.interrupted || !killed(write.pid)) return false;
@@ -143,9 +143,8 @@ void Channel::finish_write(const ParkedWrite& write, int error) {
   // A reader may have cached the old page between the kernel's own invalidation and now. (Pages
   // that are being written back are locked: invalidating those would wait for this reply.)
   if (!write.arguments.from_page_cache && engine_.has_cached_readers(write.file->ino())) {
-    return invalidate(write.file->ino(), [this, unique = write.unique, bytes] {
-      reply_written(unique, bytes);
-    });
+    return invalidate(write.file->ino(),
+                      [this, unique = write.unique, bytes] { reply_written(unique, bytes); });
   }
   reply_written(write.unique, bytes);
 }

@@ -52,6 +52,7 @@ class NativeDevice final : public Device, private BackendOwner {
   void create_object(std::function<void(int, ObjectRef, uint64_t)> done) override;
   ObjectRef object(uint64_t id) override { return std::make_shared<Object>(id); }
   void remove_object(uint64_t id, std::function<void(int)> done) override;
+  uint64_t bytes_free() const override;
   DeviceStatistics statistics() const override;
   void close() override EXCLUDES(drained_mutex_);
 
@@ -225,6 +226,12 @@ void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
     done(result);
     end();
   });
+}
+
+uint64_t NativeDevice::bytes_free() const {
+  const int64_t bytes = directory_.bytes_free();
+  if (bytes < 0 || static_cast<uint64_t>(bytes) <= config_.reserve_bytes) return 0;
+  return static_cast<uint64_t>(bytes) - config_.reserve_bytes;
 }
 
 DeviceStatistics NativeDevice::statistics() const {

@@ -112,6 +112,8 @@ class Device {
   // Unlinks an object on a device thread.
   virtual void remove_object(uint64_t id, std::function<void(int error)> done) = 0;
 
+  // What may still be allocated, the reserve left out. Any thread; one statvfs.
+  virtual uint64_t bytes_free() const = 0;
   virtual DeviceStatistics statistics() const = 0;
   // Waits for everything submitted, removes unused pool objects, joins the threads.
   virtual void close() = 0;

@@ -56,14 +56,14 @@ Status Engine::start() {
                               " chunks of " + std::to_string(config_.slot_bytes) + " bytes");
   }
   std::string warning;
-  auto arena = Arena::create({config_.arena_path, config_.filesystem_id, config_.staging_bytes,
-                              config_.slot_bytes},
-                             &warning);
+  auto arena = Arena::create(
+      {config_.arena_path, config_.filesystem_id, config_.staging_bytes, config_.slot_bytes},
+      &warning);
   if (!arena.ok()) return arena.status();
   arena_ = arena.take();
   if (!warning.empty()) log(30, warning);
-  read_buffers_ = std::make_unique<ReadBuffers>(kReadBufferCount,
-                                                wire::kMaxWriteBytes + 2 * kIoAlignment);
+  read_buffers_ =
+      std::make_unique<ReadBuffers>(kReadBufferCount, wire::kMaxWriteBytes + 2 * kIoAlignment);
   copy_buffer_ = read_buffers_->take();
 
   uint16_t highest = 0;
@@ -144,8 +144,8 @@ Status Engine::load(uint64_t ino, Placement placement, uint64_t size, int64_t mt
   }
   auto loaded = std::make_shared<File>(*this, ino, std::move(placement));
   Status status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
-  if (!status.ok()) return Status(status.error(), "inode " + std::to_string(ino) + ": " +
-                                                      status.message());
+  if (!status.ok())
+    return Status(status.error(), "inode " + std::to_string(ino) + ": " + status.message());
   const MutexLock lock(table_mutex_);
   if (!files_.emplace(ino, std::move(loaded)).second) return Status(EEXIST, "inode is loaded");
   return {};

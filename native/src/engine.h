@@ -93,8 +93,8 @@ class Engine : public Plane {
   std::vector<Event> take_events() EXCLUDES(event_mutex_);
   void post(Event event) EXCLUDES(event_mutex_);
 
-  Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns,
-              int64_t ctime_ns, std::optional<std::string> content,
+  Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+              std::optional<std::string> content,
               const std::vector<std::pair<uint32_t, std::string>>& segments);
   std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
   Status unload(uint64_t ino) EXCLUDES(table_mutex_);
@@ -142,7 +142,8 @@ class Engine : public Plane {
     uint32_t writers = 0;
     uint32_t cached = 0;
   };
-  explicit Engine(EngineConfig config) : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
+  explicit Engine(EngineConfig config)
+      : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
   Status start();
   void relieve_pressure();
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);

@@ -51,7 +51,8 @@ File::Attributes File::attributes() {
     // The last block takes only what its bytes need.
     Extent last;
     if (map_.find(size_ / kBlockBytes, &last) && !last.place.unwritten) {
-      result.allocated_bytes -= kBlockBytes - (tail + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
+      result.allocated_bytes -=
+          kBlockBytes - (tail + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
     }
   }
   return result;
@@ -127,8 +128,8 @@ void File::detach(Slot* slot) {
 // still needs its memory.
 void File::release_slot(Slot* slot, Actions& actions) {
   if (const auto it = appenders_.find(slot->device); it != appenders_.end()) {
-    it->second->reserved_blocks -= std::min<uint64_t>(it->second->reserved_blocks,
-                                                      slot->reserved.count());
+    it->second->reserved_blocks -=
+        std::min<uint64_t>(it->second->reserved_blocks, slot->reserved.count());
   }
   slot->reserved.reset();
   plane_.arena().age_remove(slot);

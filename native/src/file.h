@@ -1,16 +1,19 @@
-// One inode's content: acknowledged bytes in staging, the block map, and what moves one to the other.
+// One inode's content: acknowledged bytes in staging, the block map, and what moves one to the
+// other.
 //
-// A write lands in *slots* (one open slot a chunk). A full slot is *sealed* and *issued*: the rest of
-// its partly covered blocks is fetched, its blocks are written to fresh places, and when they are on
-// the device the map points there and the slot is free. Slots of one chunk form a chain, oldest first;
-// only the first one of a chain is issued, so that the map changes in the order of the writes.
+// A write lands in *slots* (one open slot a chunk). A full slot is *sealed* and *issued*: the rest
+// of its partly covered blocks is fetched, its blocks are written to fresh places, and when they
+// are on the device the map points there and the slot is free. Slots of one chunk form a chain,
+// oldest first; only the first one of a chain is issued, so that the map changes in the order of
+// the writes.
 //
 // Invariants:
 //   * The map names only places whose write has completed (or that read as zeros, `unwritten`).
 //   * Bytes of a block behind the file's end read as zeros on the device.
 //   * While a barrier is active, slots attached after it are not issued: the map then changes by
 //     nothing that is newer than the barrier.
-// Threads: every method may be called from any thread; state is under mutex_. What must not run under
+// Threads: every method may be called from any thread; state is under mutex_. What must not run
+// under
 //   the lock (device submissions, object creation, wake-ups) is collected in Actions and run after.
 // Errno: as POSIX has it for the call that it serves.
 #pragma once
@@ -154,8 +157,8 @@ class File : public std::enable_shared_from_this<File> {
   void end_lease(Lease* lease) EXCLUDES(mutex_);
   // Takes the payload. *spare (may be null) is attached when the payload already lies in it as it
   // should; a lease whose slot was filled up is over afterwards. After Wait nothing has changed.
-  Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
-                Lease* lease) EXCLUDES(mutex_);
+  Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare, Lease* lease)
+      EXCLUDES(mutex_);
   // Seals `slot` if it is still an open slot of this file (arena pressure).
   bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
 
@@ -177,8 +180,8 @@ class File : public std::enable_shared_from_this<File> {
   // lseek(2) SEEK_DATA / SEEK_HOLE; -ENXIO behind the end.
   int64_t seek(uint64_t offset, bool data) EXCLUDES(mutex_);
 
-  struct SlotIo;   // one device transfer for a slot
-  struct Appender; // the object on one device that new places come from
+  struct SlotIo;    // one device transfer for a slot
+  struct Appender;  // the object on one device that new places come from
 
  private:
   friend struct ReadJob;
@@ -201,8 +204,8 @@ class File : public std::enable_shared_from_this<File> {
 
   // file_write.cc
   std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
-  bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare,
-                  int thread, Actions& actions) REQUIRES(mutex_);
+  bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare, int thread,
+                  Actions& actions) REQUIRES(mutex_);
   void give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) REQUIRES(mutex_);
   Outcome reserve(std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
   uint64_t blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks)
@@ -225,8 +228,8 @@ class File : public std::enable_shared_from_this<File> {
       REQUIRES(mutex_);
   void submit_grow(const std::shared_ptr<Appender>& appender, uint64_t blocks, uint64_t needed,
                    Actions& actions) REQUIRES(mutex_);
-  void grown(const std::shared_ptr<Appender>& appender, uint64_t blocks, uint64_t needed,
-             int error) EXCLUDES(mutex_);
+  void grown(const std::shared_ptr<Appender>& appender, uint64_t blocks, uint64_t needed, int error)
+      EXCLUDES(mutex_);
   void object_made(const std::shared_ptr<Appender>& appender, uint64_t needed, int error,
                    ObjectRef object, uint64_t id) EXCLUDES(mutex_);
   void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
@@ -314,14 +317,14 @@ struct File::Appender {
   uint16_t device = 0;
   ObjectRef object;
   uint64_t id = 0;
-  uint64_t next_block = 0;       // the next fresh place
-  uint64_t written_end = 0;      // bytes: behind the last byte written
-  uint64_t reserved_blocks = 0;  // promised to open slots
-  uint64_t allocated_blocks = 0; // preallocated on the device
-  uint64_t step_blocks = 16;     // next preallocation
+  uint64_t next_block = 0;        // the next fresh place
+  uint64_t written_end = 0;       // bytes: behind the last byte written
+  uint64_t reserved_blocks = 0;   // promised to open slots
+  uint64_t allocated_blocks = 0;  // preallocated on the device
+  uint64_t step_blocks = 16;      // next preallocation
   bool growing = false;
-  bool trim_wanted = false;      // give back what was preallocated, when growth has ended
-  int error = 0;                 // why the last growth failed
+  bool trim_wanted = false;  // give back what was preallocated, when growth has ended
+  int error = 0;             // why the last growth failed
 
   bool has(uint64_t blocks) const {
     return object != nullptr && next_block + reserved_blocks + blocks <= allocated_blocks;
@@ -331,9 +334,9 @@ struct File::Appender {
 struct File::SlotIo : IoRequest {
   std::shared_ptr<File> file;
   Slot* slot = nullptr;
-  Extent extent;                         // what is written, or the block that is fetched
+  Extent extent;  // what is written, or the block that is fetched
   std::unique_ptr<char, void (*)(void*)> bounce{nullptr, nullptr};  // of a fetch
-  std::vector<uint16_t> tried;           // devices that failed
+  std::vector<uint16_t> tried;                                      // devices that failed
   void complete(int result) override { file->io_done(this, result); }
 };
 

@@ -237,8 +237,7 @@ void File::place(Slot* slot, Actions& actions) {
   if (slot->pending_io == 0) finish_slot(slot, actions);
 }
 
-void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place,
-                        Actions& actions) {
+void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place, Actions& actions) {
   const uint64_t index = block - slot->chunk * (placement_.chunk_bytes / kBlockBytes);
   auto io = std::make_unique<SlotIo>();
   io->op = IoOp::Write;
@@ -292,25 +291,24 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
     plane_.mark_device_failed(failed, -result);
   }
   for (const uint16_t number : placement_.devices) {
-    const bool tried =
-        std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
+    const bool tried = std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
     Device* device = plane_.device(number);
     if (tried || device == nullptr) continue;
     plane_.log(30, "inode " + std::to_string(ino_) + ": writing to device " +
                        std::to_string(failed) + " failed (" + std::strerror(-result) +
                        "), its bytes go to device " + std::to_string(number));
     actions.add([self = shared_from_this(), request = io.release(), device, number] {
-      device->create_object([self, request, device, number](int error, ObjectRef object,
-                                                            uint64_t id) {
-        if (error == 0) {
-          const MutexLock lock(self->mutex_);
-          self->objects_[{number, id}] = object;
-        }
-        request->extent.place = Place{id, 0, number, false};
-        request->object = std::move(object);
-        request->offset = 0;
-        error == 0 ? device->submit(request) : self->io_done(request, -error);
-      });
+      device->create_object(
+          [self, request, device, number](int error, ObjectRef object, uint64_t id) {
+            if (error == 0) {
+              const MutexLock lock(self->mutex_);
+              self->objects_[{number, id}] = object;
+            }
+            request->extent.place = Place{id, 0, number, false};
+            request->object = std::move(object);
+            request->offset = 0;
+            error == 0 ? device->submit(request) : self->io_done(request, -error);
+          });
     });
     return;
   }
@@ -515,7 +513,8 @@ void File::committed(uint64_t sequence) {
     if (inline_mode_ && sequence_ == sequence) {
       inline_ = compose_inline();
       std::vector<Slot*> done;
-      for (const auto& [chunk, chain] : chains_) done.insert(done.end(), chain.begin(), chain.end());
+      for (const auto& [chunk, chain] : chains_)
+        done.insert(done.end(), chain.begin(), chain.end());
       for (Slot* slot : done) {
         detach(slot);
         release_slot(slot, actions);

@@ -72,15 +72,14 @@ void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& act
     part->op = IoOp::Read;
     part->job = job;
     part->object = object_ref(extent.place.device, extent.place.object);
-    part->offset = uint64_t{extent.place.object_block} * kBlockBytes +
-                   (from - extent.block * kBlockBytes);
+    part->offset =
+        uint64_t{extent.place.object_block} * kBlockBytes + (from - extent.block * kBlockBytes);
     part->buffer = job->buffer + (from - job->base);
     part->length = to - from;
     ++job->pending;
     Device* device = plane_.device(extent.place.device);
-    actions.add([device, part] {
-      device != nullptr ? device->submit(part) : part->complete(-EIO);
-    });
+    actions.add(
+        [device, part] { device != nullptr ? device->submit(part) : part->complete(-EIO); });
     at = to;
   }
   if (end > at) std::memset(job->buffer + (at - job->base), 0, end - at);

@@ -58,8 +58,7 @@ bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
     }
     return false;
   }
-  const uint64_t left =
-      entry.allocated_blocks - entry.next_block - entry.reserved_blocks - blocks;
+  const uint64_t left = entry.allocated_blocks - entry.next_block - entry.reserved_blocks - blocks;
   if (!entry.growing && entry.allocated_blocks >= 64 && left < entry.step_blocks / 4) {
     grow(shared, 0, actions);  // ahead of need
   }
@@ -159,7 +158,8 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
   request->length = entry->written_end;
   // Failing to give space back loses no data; the next trim or the removal gives it back.
   request->call = [self = shared_from_this()](int result) {
-    if (result != 0) self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
+    if (result != 0)
+      self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
   };
   actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
 }
@@ -294,6 +294,14 @@ uint64_t File::holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<E
 }
 
 Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
+  // What all devices together could not hold is refused before they are filled with part of it.
+  uint64_t bytes_free = 0;
+  for (const uint16_t number : placement_.devices) {
+    const Device* device = plane_.device(number);
+    if (device != nullptr) bytes_free += device->bytes_free();
+  }
+  const uint64_t limit = length > kFileBytesMax ? 0 : attributes().allocated_bytes + bytes_free;
+  if (length <= kFileBytesMax && length > limit) return Outcome::failed(ENOSPC);
   Actions actions;
   Outcome outcome;
   {
@@ -304,8 +312,7 @@ Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
   return outcome;
 }
 
-Outcome File::allocate_locked(uint64_t offset, uint64_t length, bool keep_size,
-                              Actions& actions) {
+Outcome File::allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions) {
   if (offset > kFileBytesMax || length > kFileBytesMax - offset) return Outcome::failed(EFBIG);
   const uint64_t end = offset + length;
   if (!inline_mode_ || end > kInlineBytesMax) {
@@ -342,8 +349,8 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
   }
   // One preallocation for this device's whole share of the request.
   if (!entry.growing) {
-    entry.step_blocks = std::max(entry.step_blocks, blocks_up(ahead * kBlockBytes) /
-                                                        placement_.devices.size());
+    entry.step_blocks =
+        std::max(entry.step_blocks, blocks_up(ahead * kBlockBytes) / placement_.devices.size());
   }
   if (!space_ready(number, blocks, actions)) return Outcome::wait();
   for (Extent& run : runs) {
@@ -380,10 +387,12 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
       touch_times();
       actions.add([done] { done(0); });
     } else {
-      add_barrier([this, offset, end, done](Actions& after, int) {
-        mutex_.assert_held();
-        punch_blocks(offset, end, done, after);
-      }, actions);
+      add_barrier(
+          [this, offset, end, done](Actions& after, int) {
+            mutex_.assert_held();
+            punch_blocks(offset, end, done, after);
+          },
+          actions);
     }
   }
   actions.run();

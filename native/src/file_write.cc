@@ -35,7 +35,7 @@ struct File::ChunkPiece {
   uint64_t chunk = 0;
   uint32_t begin = 0;  // within the chunk
   uint32_t end = 0;
-  size_t from = 0;     // within the payload
+  size_t from = 0;  // within the payload
   Slot* slot = nullptr;
   bool fresh = false;  // taken for this write, not yet attached
   bool was_spare = false;
@@ -127,8 +127,7 @@ bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, S
       slot = steal(slot);
       if (slot == nullptr) return false;
     }
-    if (slot != nullptr &&
-        slot->ranges.would_exceed(piece.begin, piece.end, arena::kRangesMax)) {
+    if (slot != nullptr && slot->ranges.would_exceed(piece.begin, piece.end, arena::kRangesMax)) {
       if (inline_mode_) {
         join_ranges(slot);
       } else {
@@ -236,8 +235,7 @@ void File::apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Action
 
 // Makes the staged bytes of an inline file one range: between them lie inline bytes, or zeros.
 void File::join_ranges(Slot* slot) {
-  const auto end = static_cast<uint32_t>(
-      std::max<size_t>(inline_.size(), slot->ranges.last_end()));
+  const auto end = static_cast<uint32_t>(std::max<size_t>(inline_.size(), slot->ranges.last_end()));
   for (uint32_t at = 0; at < end;) {
     const uint32_t gap_end = slot->ranges.free_until(at, end);
     if (gap_end > at) {
@@ -259,8 +257,8 @@ Outcome File::leave_inline(int thread, Actions& actions) {
     inline_mode_ = false;
     return {};
   }
-  piece.end = static_cast<uint32_t>(std::max<size_t>(
-      inline_.size(), piece.slot != nullptr ? piece.slot->ranges.last_end() : 0));
+  piece.end = static_cast<uint32_t>(
+      std::max<size_t>(inline_.size(), piece.slot != nullptr ? piece.slot->ranges.last_end() : 0));
   if (piece.slot != nullptr && piece.slot->lease != -1 && piece.slot->lease != thread &&
       piece.slot->lease_begin < piece.end) {
     piece.slot = steal(piece.slot);

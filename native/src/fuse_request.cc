@@ -57,8 +57,8 @@ void patch_init_reply(const fuse_init_in& kernel, char* reply, size_t reply_byte
                           FUSE_PARALLEL_DIROPS | FUSE_CACHE_SYMLINKS | wire::kInitExt;
   out.flags |= wanted & kernel.flags;
   // The kernel keeps locks itself, and file contents go past libfuse.
-  out.flags &= ~(FUSE_POSIX_LOCKS | FUSE_FLOCK_LOCKS | FUSE_WRITEBACK_CACHE |
-                 FUSE_SPLICE_READ | FUSE_SPLICE_WRITE | FUSE_SPLICE_MOVE);
+  out.flags &= ~(FUSE_POSIX_LOCKS | FUSE_FLOCK_LOCKS | FUSE_WRITEBACK_CACHE | FUSE_SPLICE_READ |
+                 FUSE_SPLICE_WRITE | FUSE_SPLICE_MOVE);
   if ((kernel.flags & wire::kInitExt) != 0) {
     out.flags2 |= wire::kInit2DirectIoAllowMmap & kernel.flags2;
   }

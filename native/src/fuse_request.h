@@ -1,7 +1,8 @@
 // A FUSE request as received: header and body checked against each other, nothing believed.
 //
-// A request arrives scattered: its first 80 bytes in `head`, the rest in a Payload. parse() looks at
-// lengths only as far as the bytes go that are there, so that no malformed request reads outside.
+// A request arrives scattered: its first 80 bytes in `head`, the rest in a Payload. parse() looks
+// at lengths only as far as the bytes go that are there, so that no malformed request reads
+// outside.
 #pragma once
 
 #include <cstddef>

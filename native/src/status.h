@@ -17,7 +17,8 @@ inline std::string error_text(int error) { return std::generic_category().messag
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  explicit Status(int error, std::string message = {}) : error_(error), message_(std::move(message)) {}
+  explicit Status(int error, std::string message = {})
+      : error_(error), message_(std::move(message)) {}
 
   static Status from_errno(const std::string& what) {
     const int error = errno;
@@ -37,8 +38,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}              // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) {}      // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
 
   bool ok() const { return value_.has_value(); }
   T& value() { return *value_; }

@@ -28,8 +28,8 @@ TEST_CASE("a block map equals an array under random changes, also through its se
                       static_cast<uint16_t>(random() % 2), random() % 4 == 0};
     map.assign(Extent{block, count, place}, nullptr);
     for (uint64_t i = 0; i < count; ++i) {
-      model[block + i] = {place.device, place.object,
-                          place.object_block + static_cast<uint32_t>(i), place.unwritten};
+      model[block + i] = {place.device, place.object, place.object_block + static_cast<uint32_t>(i),
+                          place.unwritten};
     }
   }
   BlockMap copy;

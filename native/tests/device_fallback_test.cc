@@ -161,7 +161,8 @@ TEST_CASE("device: without O_DIRECT writes are buffered, and the log says so onc
       CHECK(run(*device, IoOp::Punch, object.object, 0, kBlock) == 0);
     }
     CHECK(log.count("no fallocate") == 1);
-    // A pipe in an object's place; with O_DIRECT the kernel itself refuses it, here the device must.
+    // A pipe in an object's place; with O_DIRECT the kernel itself refuses it, here the device
+    // must.
     const std::string folder = directory.path() + "/ff";
     std::filesystem::create_directory(folder);
     ::mkfifo((folder + "/00000000000000ff").c_str(), 0600);

@@ -30,10 +30,14 @@ class ModelRun {
   // Sizes around the block and chunk boundaries, and small ones, are more interesting.
   uint64_t length() {
     switch (below(4)) {
-      case 0: return 1 + below(300);
-      case 1: return 1 + below(20000);
-      case 2: return kBlockBytes - 2 + below(5);
-      default: return 1 + below(400000);
+      case 0:
+        return 1 + below(300);
+      case 1:
+        return 1 + below(20000);
+      case 2:
+        return kBlockBytes - 2 + below(5);
+      default:
+        return 1 + below(400000);
     }
   }
   std::string random_bytes(uint64_t n) {
@@ -44,20 +48,38 @@ class ModelRun {
 
   void step() {
     switch (below(16)) {
-      case 0: case 1: case 2: case 3: case 4: return write(below(kSizeMax / 2));
-      case 5: case 6: return write(model_.size());
-      case 7: case 8: case 9: return check(below(model_.size() + 1000), length());
-      case 10: return truncate(below(model_.size() + 1));
-      case 11: return below(3) == 0 ? truncate(0) : truncate(model_.size() + below(200000));
-      case 12: return punch();
-      case 13: return allocate();
-      case 14: REQUIRE(fixture_.commit(*file_, below(2) == 0) == 0); return;
-      default: if (below(4) == 0) reload(below(2) == 0);
+      case 0:
+      case 1:
+      case 2:
+      case 3:
+      case 4:
+        return write(below(kSizeMax / 2));
+      case 5:
+      case 6:
+        return write(model_.size());
+      case 7:
+      case 8:
+      case 9:
+        return check(below(model_.size() + 1000), length());
+      case 10:
+        return truncate(below(model_.size() + 1));
+      case 11:
+        return below(3) == 0 ? truncate(0) : truncate(model_.size() + below(200000));
+      case 12:
+        return punch();
+      case 13:
+        return allocate();
+      case 14:
+        REQUIRE(fixture_.commit(*file_, below(2) == 0) == 0);
+        return;
+      default:
+        if (below(4) == 0) reload(below(2) == 0);
     }
   }
 
   void write(uint64_t offset) {
-    const std::string bytes = random_bytes(std::min(length(), kSizeMax - std::min(offset, kSizeMax - 1)));
+    const std::string bytes =
+        random_bytes(std::min(length(), kSizeMax - std::min(offset, kSizeMax - 1)));
     REQUIRE(fixture_.write(*file_, offset, bytes) == 0);
     if (model_.size() < offset + bytes.size()) model_.resize(offset + bytes.size());
     model_.replace(offset, bytes.size(), bytes);
