@@ -1,0 +1,233 @@
+"""A small staging arena: many partly filled files, writers that wait, and writers killed waiting.
+
+A device that stands still is made with fsfreeze on a loop device: then staging fills up and stays
+full for as long as the test wants. The first device holds the catalog and stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.lab import lab, unavailable_reason
+from fpfs.testing.mounted import Mount, mounted
+from tests.support.contents import assert_same, random_bytes
+from tests.support.processes import expect_line, python_child, run, tell
+
+STAGING = "16M"
+STAGING_BYTES = 16 * 2**20
+MEBIBYTE = 2**20
+needs_lab = pytest.mark.skipif(
+    unavailable_reason(throttled=False) is not None,
+    reason=unavailable_reason(throttled=False) or "",
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Mount]:
+    """A mount whose arena holds sixteen chunks."""
+    with mounted(staging=STAGING) as opened:
+        yield opened
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Let this process open thousands of files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[1], 8192), max(before[1], 8192)))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_descriptors")
+def test_thousands_of_open_files_with_partly_filled_chunks(small: Mount) -> None:
+    """Each takes a slot or a part of one; there are sixteen, and nothing waits for ever."""
+    folder = small.root / "open"
+    folder.mkdir()
+    count, piece = 2000, 20_001
+    handles = [os.open(folder / str(n), os.O_RDWR | os.O_CREAT) for n in range(count)]
+    for step in range(2):
+        for number, fd in enumerate(handles):
+            os.pwrite(fd, random_bytes(piece, seed=number * 2 + step), step * piece)
+    for number, fd in enumerate(handles):
+        expected = b"".join(random_bytes(piece, seed=number * 2 + step) for step in range(2))
+        assert_same(os.pread(fd, 3 * piece, 0), expected)
+        os.close(fd)
+    small.remount()
+    for number in range(0, count, 37):
+        expected = b"".join(random_bytes(piece, seed=number * 2 + step) for step in range(2))
+        assert_same((folder / str(number)).read_bytes(), expected)
+
+
+def test_a_file_much_larger_than_staging(small: Mount) -> None:
+    path = small.root / "large"
+    parts = [random_bytes(MEBIBYTE + 1, seed=seed) for seed in range(16)]
+    with path.open("wb", buffering=0) as file:
+        for number in range(128):
+            file.write(parts[number % 16])
+    with path.open("rb", buffering=0) as file:
+        for number in range(128):
+            assert_same(file.read(MEBIBYTE + 1), parts[number % 16])
+        assert file.read() == b""
+    path.unlink()
+
+
+PARALLEL_WRITER = """
+import os, random, sys
+path, seed = sys.argv[1], int(sys.argv[2])
+data = random.Random(seed).randbytes(1_000_003)
+fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+for number in range(24):
+    os.pwrite(fd, data, number * 1_000_003)
+os.close(fd)
+print("done", flush=True)
+"""
+
+
+def test_more_writers_than_slots(small: Mount) -> None:
+    count = 24
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(python_child(PARALLEL_WRITER, small.root / f"w{n}", n))
+            for n in range(count)
+        ]
+        for child in children:
+            expect_line(child, "done")
+    for number in range(count):
+        expected = random_bytes(1_000_003, seed=number) * 24
+        assert_same((small.root / f"w{number}").read_bytes(), expected)
+        (small.root / f"w{number}").unlink()
+
+
+class Freezer:
+    """Freezes and thaws the filesystem of one device."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """Let writes to the device wait."""
+        run("fsfreeze", "--freeze", self._path)
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        if self._frozen:
+            run("fsfreeze", "--unfreeze", self._path)
+            self._frozen = False
+
+
+@pytest.fixture
+def frozen_lab(tmp_path: Path) -> Iterator[tuple[Mount, Freezer]]:
+    """A small mount on two loop devices, and the means to make the second stand still."""
+    size_bytes = 600 * MEBIBYTE
+    with lab(device_count=2, mib_per_s=0, size_bytes=size_bytes, parent=tmp_path) as made:
+        folders = [path / "device" for path in made.mountpoints]
+        for folder in folders:
+            folder.mkdir()
+        freezer = Freezer(made.mountpoints[1])
+        with mounted(devices=folders, staging=STAGING, parent=tmp_path) as opened:
+            try:
+                yield opened, freezer
+            finally:
+                freezer.thaw()
+
+
+FILLER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+# Space promised beforehand, so that only staging is missing later.
+os.posix_fallocate(fd, 0, 512 * 2**20)
+print("open", flush=True)
+sys.stdin.readline()
+written = 0
+while written < 512 * 2**20:
+    written += os.write(fd, b"x" * 2**20)
+"""
+
+
+def waits_in_a_request(pid: int) -> bool:
+    return "request_wait_answer" in Path(f"/proc/{pid}/stack").read_text()
+
+
+def wait_until_waiting(child: subprocess.Popen[str]) -> None:
+    """Return when a process has been in one FUSE request for a second: staging is full."""
+    deadline_s = time.monotonic() + 60
+    before, since_s = b"", time.monotonic()
+    while time.monotonic() < deadline_s:
+        assert child.poll() is None
+        switches = Path(f"/proc/{child.pid}/status").read_bytes().rsplit(b"voluntary", 2)[1]
+        if switches != before or not waits_in_a_request(child.pid):
+            before, since_s = switches, time.monotonic()
+        elif time.monotonic() - since_s > 1:
+            return
+        os.sched_yield()
+    raise AssertionError("the writer never waited for staging")
+
+
+@needs_lab
+def test_a_writer_killed_while_it_waits_for_staging_dies_at_once(
+    frozen_lab: tuple[Mount, Freezer],
+) -> None:
+    mount, freezer = frozen_lab
+    (mount.root / "before").write_bytes(b"committed")
+    mount.flush()
+    with python_child(FILLER, mount.root / "endless") as child:
+        expect_line(child, "open")
+        freezer.freeze()
+        tell(child)
+        wait_until_waiting(child)
+        assert mount.status().staging.bytes_used > STAGING_BYTES // 2
+        started_s = time.monotonic()
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait(timeout=30) == -signal.SIGKILL
+        assert time.monotonic() - started_s < 2
+    assert (mount.root / "before").read_bytes() == b"committed"
+    freezer.thaw()
+    (mount.root / "after").write_bytes(b"goes on")
+    mount.flush()
+
+
+@needs_lab
+def test_a_waiting_writer_goes_on_when_the_devices_do(frozen_lab: tuple[Mount, Freezer]) -> None:
+    mount, freezer = frozen_lab
+    freezer.freeze()
+    path = mount.root / "file"
+    with python_child(PARALLEL_WRITER, path, 3) as child:
+        wait_until_waiting(child)
+        assert mount.status().staging.bytes_used <= STAGING_BYTES
+        freezer.thaw()
+        expect_line(child, "done")
+    assert_same(path.read_bytes(), random_bytes(1_000_003, seed=3) * 24)
+
+
+@needs_lab
+def test_names_are_served_while_staging_is_full(frozen_lab: tuple[Mount, Freezer]) -> None:
+    """Readers of what is staged, and calls about names, do not wait behind writers."""
+    mount, freezer = frozen_lab
+    (mount.root / "folder").mkdir()
+    (mount.root / "folder" / "small").write_bytes(b"small")
+    mount.flush()
+    with python_child(FILLER, mount.root / "endless") as child:
+        expect_line(child, "open")
+        freezer.freeze()
+        tell(child)
+        wait_until_waiting(child)
+        assert mount.status().staging.bytes_used > STAGING_BYTES // 2
+        assert os.listdir(mount.root / "folder") == ["small"]
+        assert (mount.root / "folder" / "small").stat().st_size == 5
+        assert mount.status().staging.bytes_total == STAGING_BYTES
+        with (mount.root / "endless").open("rb") as reader:
+            assert reader.read(1000) == b"x" * 1000
+        child.kill()
+    freezer.thaw()
