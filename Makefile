@@ -39,10 +39,11 @@ $(STAMPS)/venv: $(STAMPS)/system
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Without build isolation the build folder stays usable for quick rebuilds (`make native`).
+# Without build isolation the build folder stays usable for quick rebuilds (`make native`). pyfuse3
+# comes first, with isolation: it is built from source with a newer setuptools than Debian's.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) install --quiet $(PIP_INDEX) -c constraints.txt \
-	  cmake ninja nanobind scikit-build-core
+	  cmake ninja nanobind scikit-build-core pyfuse3
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(PIP) install --quiet $(PIP_INDEX) --no-build-isolation -c constraints.txt \
 	  -e '.[test,bench,dev]'
