@@ -2,8 +2,9 @@
 // stands in for /dev/fuse, while its socket for pyfuse3 gets arbitrary replies.
 //
 // The input is a list of messages: a byte that chooses the opcode and how the message is bent, a
-// length byte, then bytes for the body. Handles and lengths are made to fit mostly, so that requests
-// get past the first checks. A flush that must be answered follows every input: the channel is alive.
+// length byte, then bytes for the body. Handles and lengths are made to fit mostly, so that
+// requests get past the first checks. A flush that must be answered follows every input: the
+// channel is alive.
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -38,9 +39,9 @@ constexpr uint64_t kChunkBytes = 256 * 1024;
 constexpr int kInputsEachFile = 200;
 
 constexpr std::array<uint32_t, 14> kOpcodes = {
-    FUSE_WRITE,     FUSE_READ,  FUSE_FLUSH,   FUSE_LSEEK, FUSE_FALLOCATE, FUSE_COPY_FILE_RANGE,
-    FUSE_INTERRUPT, FUSE_INIT,  FUSE_OPEN,    FUSE_CREATE, FUSE_READDIR,  FUSE_BATCH_FORGET,
-    FUSE_SETATTR,   FUSE_LOOKUP};
+    FUSE_WRITE,           FUSE_READ,         FUSE_FLUSH,   FUSE_LSEEK, FUSE_FALLOCATE,
+    FUSE_COPY_FILE_RANGE, FUSE_INTERRUPT,    FUSE_INIT,    FUSE_OPEN,  FUSE_CREATE,
+    FUSE_READDIR,         FUSE_BATCH_FORGET, FUSE_SETATTR, FUSE_LOOKUP};
 
 // Bytes of the input, zeros when it is used up.
 class Input {
@@ -53,8 +54,9 @@ class Input {
     return value;
   }
   void take(void* to, size_t bytes) {
-    std::memset(to, 0, bytes);
     const size_t n = std::min(bytes, left_);
+    if (bytes == 0) return;
+    std::memset(to, 0, bytes);
     std::memcpy(to, data_, n);
     data_ += n;
     left_ -= n;
@@ -123,10 +125,9 @@ class Harness {
     }
     ++ino_;
     const Placement placement{kChunkBytes, {0, 1}, ino_};
-    const bool loaded =
-        engine_->load(ino_, placement, 0, 0, 0, std::nullopt, {}).ok() &&
-        engine_->open_handle(kHandleWrite, ino_, O_RDWR).ok() &&
-        engine_->open_handle(kHandleRead, ino_, O_RDONLY).ok();
+    const bool loaded = engine_->load(ino_, placement, 0, 0, 0, std::nullopt, {}).ok() &&
+                        engine_->open_handle(kHandleWrite, ino_, O_RDWR).ok() &&
+                        engine_->open_handle(kHandleRead, ino_, O_RDONLY).ok();
     if (!loaded) std::abort();
   }
 

@@ -72,7 +72,7 @@ void fuzz_init_reply(const uint8_t* data, size_t bytes) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
-  if (bytes == 0) return 0;
+  if (bytes < 2) return 0;
   const uint8_t choice = data[0];
   std::vector<uint8_t> message(data + 1, data + bytes);
   // Most inputs get a length field that fits: otherwise they end at the first check.

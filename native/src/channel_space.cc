@@ -12,6 +12,9 @@ namespace {
 constexpr uint32_t kFallocKeepSize = 1;
 constexpr uint32_t kFallocPunchHole = 2;
 constexpr uint32_t kFallocZeroRange = 16;
+// From here on an allocation that all devices together could not hold is refused at once, instead
+// of when they are full of part of it.
+constexpr uint64_t kCheckedBytesMin = uint64_t{1} << 30;
 // One reply copies at most this much, so that the caller can be interrupted in between.
 constexpr uint64_t kCopyBytesMax = 16 * 1024 * 1024;
 
@@ -105,6 +108,11 @@ void Channel::handle_fallocate(const FuseRequest& request) {
 
 void Channel::allocate_until_done(uint64_t unique, const std::shared_ptr<File>& file,
                                   uint64_t offset, uint64_t length, bool keep_size) {
+  if (length > kCheckedBytesMin) {
+    uint64_t bytes_free = file->attributes().allocated_bytes;
+    for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
+    if (length > bytes_free) return reply(unique, ENOSPC);
+  }
   const auto attempt = [this, unique, file, offset, length, keep_size] {
     const Outcome outcome = file->allocate(offset, length, keep_size);
     if (outcome.progress == Progress::Wait) return false;

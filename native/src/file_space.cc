@@ -294,14 +294,6 @@ uint64_t File::holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<E
 }
 
 Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
-  // What all devices together could not hold is refused before they are filled with part of it.
-  uint64_t bytes_free = 0;
-  for (const uint16_t number : placement_.devices) {
-    const Device* device = plane_.device(number);
-    if (device != nullptr) bytes_free += device->bytes_free();
-  }
-  const uint64_t limit = length > kFileBytesMax ? 0 : attributes().allocated_bytes + bytes_free;
-  if (length <= kFileBytesMax && length > limit) return Outcome::failed(ENOSPC);
   Actions actions;
   Outcome outcome;
   {
