@@ -1,0 +1,117 @@
+"""The control protocol as a stranger speaks it: every bad line is answered, none hurts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.core.control import PROTOCOL_VERSION, Verb, runtime_folders, socket_path
+from fpfs.testing.mounted import Mount, mounted
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[Mount]:
+    """One mount for all tests of this module."""
+    with mounted() as made:
+        yield made
+
+
+def control_socket(mount: Mount, device: str) -> str:
+    """Where the server of a mount of this user listens."""
+    (folder, *_) = [path for path in runtime_folders(os.geteuid()) if os.path.isdir(path)]
+    return socket_path(device, folder=folder, pid=mount.server_pid)
+
+
+def connect(mount: Mount) -> socket.socket:
+    """A raw connection to the server's control socket."""
+    entry = mount.entry()
+    assert entry is not None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(30)
+    connection.connect(control_socket(mount, entry.device))
+    return connection
+
+
+def ask_line(mount: Mount, line: bytes) -> dict[str, object]:
+    """Send a line as it is and return the decoded answer."""
+    with connect(mount) as connection, connection.makefile("rb") as answers:
+        connection.sendall(line)
+        answer: dict[str, object] = json.loads(answers.readline())
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"\n", "the request cannot be read"),
+        (b"hello\n", "the request cannot be read"),
+        (b"\xff\xfe\n", "the request cannot be read"),
+        (b"[]\n", "the request cannot be read"),
+        (b'{"verb": "format"}\n', "the request cannot be read"),
+        (b'{"verb": "wait", "ino": "one"}\n', "the request cannot be read"),
+        (b'{"verb": "status", "version": 99}\n', "the server speaks version 1, not 99"),
+        (b"x" * 100_000, "the request is too long"),
+    ],
+)
+def test_bad_lines_are_answered(mount: Mount, line: bytes, error: str) -> None:
+    answer = ask_line(mount, line)
+    assert answer["version"] == PROTOCOL_VERSION
+    assert answer["error"]
+    assert error in str(answer["error"])
+
+
+def test_one_connection_carries_many_requests_and_survives_a_bad_one(mount: Mount) -> None:
+    with connect(mount) as connection, connection.makefile("rb") as answers:
+        connection.sendall(b'{"verb": "status"}\nnonsense\n{"verb": "flush"}\n')
+        status, refusal, flushed = (json.loads(answers.readline()) for _ in range(3))
+    assert status["result"]["server_pid"] == mount.server_pid
+    assert refusal["error"]
+    assert flushed == {"error": "", "result": {"failures": []}, "version": PROTOCOL_VERSION}
+
+
+def test_a_request_in_pieces(mount: Mount) -> None:
+    with connect(mount) as connection, connection.makefile("rb") as answers:
+        for piece in (b'{"verb":', b' "fl', b'ush"}', b"\n"):
+            connection.sendall(piece)
+        assert json.loads(answers.readline())["error"] == ""
+
+
+def test_a_client_that_leaves_early_hurts_nobody(mount: Mount) -> None:
+    for line in (b'{"verb": "status"}\n', b'{"verb": "end"}\n', b'{"ver', b""):
+        connection = connect(mount)
+        connection.sendall(line)
+        connection.close()
+    assert mount.status().server_pid == mount.server_pid
+
+
+def test_many_clients_at_once(mount: Mount) -> None:
+    path = mount.root / "file"
+    path.write_bytes(b"content" * 100_000)
+    request = json.dumps({"verb": Verb.WAIT, "ino": path.stat().st_ino}).encode() + b"\n"
+    errors: list[object] = []
+
+    def ask() -> None:
+        errors.append(ask_line(mount, request)["error"])
+
+    threads = [threading.Thread(target=ask) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [""] * 50
+
+
+def test_the_socket_goes_with_the_mount() -> None:
+    with mounted() as made:
+        entry = made.entry()
+        assert entry is not None
+        path = Path(control_socket(made, entry.device))
+        assert path.is_socket()
+        made.unmount()
+        assert not path.exists()
