@@ -79,7 +79,9 @@ class Catalog:
         self._log_descriptor = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
         os.fsync(self._log_descriptor)
         flush_directory(path.parent)
-        self._worker = Worker(connection, delivered=self._batch_delivered)
+        self._worker = Worker(
+            connection, log_descriptor=self._log_descriptor, delivered=self._batch_delivered
+        )
         self._worker.start()
         self._written = 0
         self._durable = 0

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
+LOG_BYTES_KEPT = 4 * 1024 * 1024
+"""What a log that starts over keeps of its file: room for an unlink on a full device."""
+
 NUMBER_FIRST = 16
 """First value of the counter; smaller ones are the root and the offsets of "." and ".."."""
 
@@ -190,6 +193,7 @@ def _take(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES_KEPT}")
     connection.execute("PRAGMA cache_size = -16384")
     connection.execute("PRAGMA temp_store = MEMORY")
     # Takes the lock now, so that a second process is refused at its mount and not later.

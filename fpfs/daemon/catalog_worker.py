@@ -14,6 +14,7 @@ the worker's thread, except `_deliver`, which trio runs.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -41,8 +42,8 @@ IDLE_S = 0.2
 CHANGES_IDLE = 512
 """Changed rows below which an idle checkpoint is not worth its flushes."""
 
-CHANGES_MAX = 40_000
-"""Changed rows after which a checkpoint no longer waits for a quiet moment (about 100 MiB)."""
+LOG_BYTES_MAX = 64 * 1024 * 1024
+"""Size of the log at which a checkpoint no longer waits for a quiet moment."""
 
 
 class Transaction:
@@ -96,10 +97,18 @@ class Worker:
     """Owner of the connection and its thread."""
 
     def __init__(
-        self, connection: sqlite3.Connection, *, delivered: Callable[[Sequence[Request]], None]
+        self,
+        connection: sqlite3.Connection,
+        *,
+        log_descriptor: int,
+        delivered: Callable[[Sequence[Request]], None],
     ) -> None:
-        """Take over an open connection. `delivered` is called in trio's thread, in order."""
+        """Take over an open connection; look at the log's size through a descriptor of its own.
+
+        `delivered` is called in trio's thread, in order.
+        """
         self._connection = connection
+        self._log_descriptor = log_descriptor
         self._transaction = Transaction(connection)
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._delivered = delivered
@@ -131,7 +140,7 @@ class Worker:
             if batch:
                 self._run_batch(batch)
                 self._hand_over(batch)
-            if stopping or self._changes_since_checkpoint() > CHANGES_MAX:
+            if stopping or self._log_is_long():
                 self._checkpoint("TRUNCATE" if stopping else "PASSIVE")
         self._connection.close()
 
@@ -221,6 +230,13 @@ class Worker:
 
     def _changes_since_checkpoint(self) -> int:
         return self._connection.total_changes - self._changes_checkpointed
+
+    def _log_is_long(self) -> bool:
+        """Whether the log is due. It shrinks with the first commit after a checkpoint."""
+        return (
+            os.fstat(self._log_descriptor).st_size > LOG_BYTES_MAX
+            and self._changes_since_checkpoint() > CHANGES_IDLE
+        )
 
     def _checkpoint(self, mode: str) -> None:
         """Copy the log into the database. A failure costs nothing but a longer log."""

@@ -41,6 +41,7 @@ class Inode:
     """One inode: stored attributes, and counts of who refers to it."""
 
     __slots__ = (
+        "_lock",
         "allocated_bytes",
         "atime_ns",
         "cached_generation",
@@ -51,7 +52,6 @@ class Inode:
         "has_xattrs",
         "ino",
         "layout",
-        "lock",
         "lookups",
         "mode",
         "mtime_ns",
@@ -91,7 +91,19 @@ class Inode:
         """Changes whenever the content may have changed."""
         self.cached_generation = -1
         """Generation of the content that the kernel's page cache may hold."""
-        self.lock = trio.Semaphore(1, max_value=1)
+        self._lock: trio.Semaphore | None = None
+
+    @property
+    def lock(self) -> trio.Semaphore:
+        """What drains and truncations of the content take turns with."""
+        if self._lock is None:
+            self._lock = trio.Semaphore(1, max_value=1)
+        return self._lock
+
+    def drop_lock(self) -> None:
+        """Forget the lock, which is larger than the rest, of an inode that nobody uses."""
+        assert self._lock is None or self._lock.value == 1, "nobody holds or awaits the lock"
+        self._lock = None
 
     @property
     def is_directory(self) -> bool:
@@ -203,6 +215,7 @@ class InodeTable:
         """Give up one use; the last one lets the inode go where nothing else keeps it."""
         inode.users -= 1
         if inode.users == 0:
+            inode.drop_lock()
             self.settle(inode)
 
     def forget(self, ino: int, lookups: int) -> None:

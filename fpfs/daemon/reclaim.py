@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 DELETIONS_MAX = 256
 """Inodes deleted in one transaction."""
 
+GATHER_S = 0.03
+"""How long deletions are gathered, to share a transaction, while nobody waits for them."""
+
 REMOVALS_MAX = 1024
 """Ranges given back between two transactions."""
 
@@ -51,6 +54,7 @@ class Reclaim:
         self._deletions: list[Inode] = []
         self._deleting = False
         self._deletions_event = trio.Event()
+        self._awaited = trio.Event()
         self._removal_recorded = 0
         self._removal_done = 0
         self._removals_event = trio.Event()
@@ -68,6 +72,7 @@ class Reclaim:
     async def wait_idle(self) -> None:
         """Return when everything known so far is deleted and given back, or has failed."""
         while not self.idle:
+            self._awaited.set()
             await self._idle_lot.park()
 
     async def recover(self, orphans: Sequence[int]) -> None:
@@ -95,8 +100,11 @@ class Reclaim:
         while True:
             if not self._deletions:
                 self._idle_lot.unpark_all()
+                self._awaited = trio.Event()
                 self._deletions_event = trio.Event()
                 await self._deletions_event.wait()
+                with trio.move_on_after(GATHER_S):
+                    await self._awaited.wait()
             batch = self._deletions[:DELETIONS_MAX]
             del self._deletions[:DELETIONS_MAX]
             self._deleting = True

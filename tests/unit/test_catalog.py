@@ -22,10 +22,11 @@ from fpfs.core.errors import (
 )
 from fpfs.daemon import catalog_names
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
+from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, store_xattr
 from fpfs.daemon.catalog_contents import fetch_content
 from fpfs.daemon.catalog_names import NewInode
 from fpfs.daemon.catalog_schema import FORMAT_VERSION
+from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
 from tests.support.rig import LARGE, rig
 
 ROOT = 1
@@ -183,7 +184,7 @@ async def test_a_torn_log_leaves_whole_transactions(tmp_path: Path) -> None:
         sizes.append(os.stat(f"{path}-wal").st_size)
     copy = cut_power(tmp_path, tmp_path / "cut")
     await catalog.close()
-    for torn in range(sizes[-1], sizes[0], -1013):
+    for torn in range(sizes[-1], sizes[0], -4099):
         attempt = tmp_path / f"torn{torn}"
         shutil.copytree(copy.parent, attempt)
         os.truncate(attempt / "catalog.db-wal", torn)
@@ -243,6 +244,34 @@ async def test_make_durable_flushes_once_for_all_who_wait(
     await catalog.make_durable()
     assert flushed == [f"{catalog.path}-wal"]
     await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_a_long_log_starts_over_and_shrinks(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    largest = 0
+    for number in range(30):
+        await catalog.write(
+            lambda t, number=number: [store_value(t, number, row) for row in range(200)]
+        )
+        largest = max(largest, os.stat(f"{path}-wal").st_size)
+    assert catalog.statistics().checkpoints > 1
+    assert largest < 2 * LOG_BYTES_MAX
+    await catalog.write(lambda t: make(t, "after the last checkpoint"))
+    assert os.stat(f"{path}-wal").st_size < LOG_BYTES_MAX
+    copy = cut_power(tmp_path, tmp_path / "cut")
+    await catalog.close()
+    catalog = Catalog.open(copy)
+    stored = await catalog.read(
+        lambda t: t.execute("SELECT count(*), min(value) FROM xattrs").fetchone()
+    )
+    assert stored == (200, bytes([29]) * 65536)
+    await catalog.close()
+
+
+def store_value(transaction: Transaction, number: int, row: int) -> None:
+    store_xattr(transaction, ROOT, b"user.%d" % row, bytes([number]) * 65536, ctime_ns=1)
 
 
 def flushes_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
