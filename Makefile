@@ -118,7 +118,7 @@ fuzz: setup ## Fuzz the parser of FUSE requests (clang), FUZZ_SECONDS for each t
 	$(VENV)/bin/cmake --build build/fuzz -j $(JOBS)
 	for target in build/fuzz/fuzz/*_fuzz; do \
 	  mkdir -p build/corpus/$$(basename $$target); \
-	  $$target -max_total_time=$(FUZZ_SECONDS) build/corpus/$$(basename $$target); done
+	  $$target -max_total_time=$(FUZZ_SECONDS) build/corpus/$$(basename $$target) || exit 1; done
 
 SOAK_SECONDS ?= 300
 .PHONY: soak
