@@ -53,6 +53,7 @@ def _end_hang(name: str, terminal_fd: int) -> None:
             if entry is not None:
                 abort_connection(entry.device)
             mount.tear_down()
+            mount.remove_arena()
         terminal.flush()
         os._exit(EXIT_HANG)
 
