@@ -18,7 +18,7 @@
         ├── FileTooLarge         EFBIG
         ├── ValueTooLarge        E2BIG
         ├── NoAttribute          ENODATA
-        ├── Unsupported          EOPNOTSUPP
+        ├── Unsupported          EOPNOTSUPP    (the same number as ENOTSUP)
         ├── StaleHandle          EBADF
         ├── NoSpace              ENOSPC
         ├── ReadOnly             EROFS
@@ -29,7 +29,7 @@
             └── CatalogBusy      EBUSY
 
 ELOOP and EXDEV are found by the kernel on a mounted filesystem; the classes serve callers that do
-not go through it. EOPNOTSUPP (and not ENOSYS) refuses an attribute namespace, since ENOSYS would
+not go through it. `Unsupported` refuses an attribute namespace and must not have ENOSYS, which would
 make the kernel stop asking for extended attributes of every kind.
 """
 

@@ -19,7 +19,7 @@ import struct
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, crc32c
 from fpfs.core.errors import DamagedData
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ UNWRITTEN = 1
 _HEADER = struct.Struct("<IHHII")
 _RUN = struct.Struct("<IIIHHQ")
 _WORD = struct.Struct("<I")
-_CRC32C_POLYNOMIAL = 0x82F63B78
 
 
 class Run(NamedTuple):
@@ -121,28 +120,3 @@ def bytes_by_device(runs: Sequence[Run]) -> dict[int, int]:
     for run in runs:
         held[run.device] += run.count * BLOCK_BYTES
     return dict(held)
-
-
-def _make_table() -> tuple[int, ...]:
-    """Return the 256 remainders for the byte-wise CRC32C."""
-    table = []
-    for byte in range(256):
-        remainder = byte
-        for _ in range(8):
-            remainder = (remainder >> 1) ^ (_CRC32C_POLYNOMIAL if remainder & 1 else 0)
-        table.append(remainder)
-    return tuple(table)
-
-
-_TABLE = _make_table()
-
-
-def crc32c(data: bytes) -> int:
-    """Return the CRC32C (Castagnoli, as in RFC 3720 B.4) of `data`.
-
-    Byte by byte: for segments in tools and tests. The engine has the fast one for contents.
-    """
-    remainder = 0xFFFFFFFF
-    for byte in data:
-        remainder = _TABLE[(remainder ^ byte) & 0xFF] ^ (remainder >> 8)
-    return remainder ^ 0xFFFFFFFF

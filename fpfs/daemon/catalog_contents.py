@@ -166,28 +166,34 @@ def list_orphans(transaction: Transaction) -> list[int]:
 
 
 class Removals(NamedTuple):
-    """Some rows of what may go; `last` is the largest number looked at (0: nothing is left)."""
+    """Some rows of what may go; `last` is the largest number looked at (0: nothing is left).
+
+    `damaged` are numbers of rows that must not be followed, and are only to be forgotten.
+    """
 
     sound: list[Removal]
+    damaged: list[int]
     last: int
 
 
-def list_removals(transaction: Transaction, *, up_to: int, count: int) -> Removals:
-    """Return up to `count` rows of what may go, numbered `up_to` or less, oldest first."""
-    removals = []
+def list_removals(transaction: Transaction, *, after: int, up_to: int, count: int) -> Removals:
+    """Return up to `count` rows of what may go, numbered `after` < number <= `up_to`, in order."""
+    sound = []
+    damaged = []
     last = 0
     for *fields, crc in transaction.execute(
-        "SELECT id, device, object, block, count, crc FROM removals WHERE id <= ? "
+        "SELECT id, device, object, block, count, crc FROM removals WHERE id > ? AND id <= ? "
         "ORDER BY id LIMIT ?",
-        (up_to, count),
+        (after, up_to, count),
     ):
         last = fields[0]
-        if row_crc(*fields) != crc:
+        if row_crc(*fields) == crc:
+            sound.append(Removal._make(fields))
+        else:
             # Following it could delete a live object; not following it loses some space.
-            log.error("removal %d fails its checksum: it is not followed", fields[0])
-            continue
-        removals.append(Removal._make(fields))
-    return Removals(removals, last)
+            log.error("removal %d fails its checksum: it is not followed", last)
+            damaged.append(last)
+    return Removals(sound, damaged, last)
 
 
 def last_removal(transaction: Transaction) -> int:
@@ -196,6 +202,6 @@ def last_removal(transaction: Transaction) -> int:
     return int(last)
 
 
-def forget_removals(transaction: Transaction, *, up_to: int) -> None:
-    """Drop rows of what is gone."""
-    transaction.execute("DELETE FROM removals WHERE id <= ?", (up_to,))
+def forget_removals(transaction: Transaction, *, removals: Sequence[int]) -> None:
+    """Drop rows, by number, of what is gone."""
+    transaction.executemany("DELETE FROM removals WHERE id = ?", [(number,) for number in removals])

@@ -18,6 +18,7 @@ import trio
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.daemon.catalog_contents import (
+    Removal,
     delete_inodes,
     forget_removals,
     last_removal,
@@ -140,23 +141,43 @@ class Reclaim:
                 await self._remove(target)
             except OSError as error:
                 # The rows stay: the next removal, or the next mount, tries again.
-                log.error("space of replaced contents cannot be given back now: %s", error)
+                log.error("space cannot be given back now: %s", error)
             self._removal_done = target
 
     async def _remove(self, up_to: int) -> None:
         """Give back removals with numbers up to `up_to`, oldest first."""
+        after = 0
         while True:
-            rows, last = await self._catalog.read(
-                lambda t: list_removals(t, up_to=up_to, count=REMOVALS_MAX)
+            rows, gone, after = await self._catalog.read(
+                partial(list_removals, after=after, up_to=up_to, count=REMOVALS_MAX)
             )
-            if not last:
+            if not after:
                 return
-            objects = [ObjectId(row.device, row.object) for row in rows if row.count == 0]
-            ranges = [
-                Range(row.device, row.object, row.block, row.count) for row in rows if row.count
-            ]
-            if ranges:
-                await self._engine.discard(ranges)
-            if objects:
-                await self._engine.remove_objects(objects)
-            await self._catalog.write(partial(forget_removals, up_to=last))
+            gone += await self._give_back(rows)
+            if gone:
+                await self._catalog.write(partial(forget_removals, removals=gone))
+
+    async def _give_back(self, rows: Sequence[Removal]) -> list[int]:
+        """Give back what rows name, one by one if it fails together; returns what is gone.
+
+        What fails, on a device that refuses, stays recorded: the next removal tries it again.
+        """
+        try:
+            await self._give_back_together(rows)
+        except OSError as error:
+            if len(rows) == 1:
+                log.error("space on device %d cannot be given back: %s", rows[0].device, error)
+                return []
+            gone = []
+            for row in rows:
+                gone += await self._give_back([row])
+            return gone
+        return [row.id for row in rows]
+
+    async def _give_back_together(self, rows: Sequence[Removal]) -> None:
+        ranges = [Range(row.device, row.object, row.block, row.count) for row in rows if row.count]
+        objects = [ObjectId(row.device, row.object) for row in rows if row.count == 0]
+        if ranges:
+            await self._engine.discard(ranges)
+        if objects:
+            await self._engine.remove_objects(objects)

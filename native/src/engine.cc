@@ -268,7 +268,8 @@ uint64_t Engine::discard(std::vector<Extent> ranges) {
   const uint64_t ticket = next_ticket();
   auto countdown = std::make_shared<Countdown>(ranges.size() + 1);
   const auto part = [this, ticket, countdown](int result) {
-    if (result != 0) countdown->error = -result;
+    // An object that is gone was removed before a crash kept that from being recorded.
+    if (result != 0 && result != -ENOENT) countdown->error = -result;
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, ranges = std::move(ranges), part] {
@@ -295,7 +296,8 @@ uint64_t Engine::remove_objects(std::vector<ObjectKey> objects) {
   const uint64_t ticket = next_ticket();
   auto countdown = std::make_shared<Countdown>(objects.size() + 1);
   const auto part = [this, ticket, countdown](int error) {
-    if (error != 0) countdown->error = std::abs(error);
+    // As above: gone is what it should be.
+    if (error != 0 && std::abs(error) != ENOENT) countdown->error = std::abs(error);
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, objects = std::move(objects), part] {

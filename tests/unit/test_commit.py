@@ -228,6 +228,31 @@ async def test_removals_that_a_crash_left_undone_are_done_by_the_next_mount(
 
 
 @trio.testing.trio_test
+async def test_a_device_that_refuses_does_not_hold_up_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        remove = mount.engine.remove_objects
+
+        async def refuse(objects: Sequence[ObjectId]) -> None:
+            if any(identity.device == 1 for identity in objects):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            await remove(objects)
+
+        monkeypatch.setattr(mount.engine, "remove_objects", refuse)
+        for content in (b"a", b"b", b"c"):
+            await mount.write_file("file", content * LARGE)
+            await mount.commit.flush_all()
+        assert sorted(identity.device for identity in devices.objects) == [0, 1, 1, 1]
+        assert "space on device 1 cannot be given back" in caplog.text
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.commit.flush_all()
+        assert sorted(identity.device for identity in devices.objects) == [0, 1]
+        assert await mount.read_file("file") == b"c" * LARGE
+
+
+@trio.testing.trio_test
 async def test_files_deleted_while_open_go_at_the_next_mount(tmp_path: Path) -> None:
     devices = MemoryDevices()
     async with rig(tmp_path, devices=devices) as mount:

@@ -1,0 +1,142 @@
+"""Errors, limits, policy and the layout codec."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import inspect
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpfs.core import errors
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Layout, crc32c
+from fpfs.core.errors import DamagedData, FpfsError
+from fpfs.core.layout import (
+    Run,
+    Segment,
+    bytes_by_device,
+    decode_segment,
+    encode_segment,
+    runs_of_file,
+)
+from fpfs.core.policy import Policy, rotate_layouts
+
+CLASSES = [
+    found
+    for _, found in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(found, FpfsError)
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_errors_are_what_their_tree_says(kind: type[FpfsError]) -> None:
+    line = re.search(rf"{kind.__name__} +(E\w+)(?: +\((\w+Error)\))?", errors.__doc__ or "")
+    assert line is not None
+    assert kind.code == getattr(errno, line[1])
+    assert kind("why").errno == kind.code
+    if line[2]:
+        assert issubclass(kind, getattr(builtins, line[2]))
+        assert type(OSError(kind.code, "")) in kind.__mro__
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    """Make sound segments: runs in order, without overlap."""
+    edges = sorted(draw(st.sets(st.integers(0, SEGMENT_BLOCKS), max_size=12)))
+    runs = [
+        Run(
+            start,
+            end - start,
+            draw(st.integers(0, 2**32 - 1)),
+            draw(st.integers(0, 2**16 - 2)),
+            draw(st.integers(0, 1)),
+            draw(st.integers(0, 2**64 - 1)),
+        )
+        for start, end in zip(edges[::2], edges[1::2], strict=False)
+    ]
+    checksums = draw(st.lists(st.integers(0, 2**32 - 1), max_size=5))
+    return Segment(draw(st.integers(0, 2**32 - 1)), tuple(runs), tuple(checksums))
+
+
+@given(segments())
+def test_segments_come_back(segment: Segment) -> None:
+    assert decode_segment(encode_segment(segment)) == segment
+
+
+@given(segments(), st.data())
+def test_damaged_segments_are_refused(segment: Segment, data: st.DataObject) -> None:
+    blob = bytearray(encode_segment(segment))
+    place = data.draw(st.integers(0, len(blob) - 1))
+    blob[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedData):
+        decode_segment(bytes(blob))
+    with pytest.raises(DamagedData):
+        decode_segment(bytes(blob[:place]))
+
+
+def test_the_stored_form_of_a_segment() -> None:
+    blob = encode_segment(Segment(7, (Run(1, 2, 3, 4, 1, 5),), (0xAABBCCDD,)))
+    body = bytes.fromhex(
+        "46534547 0100 0000 07000000 01000000"
+        "01000000 02000000 03000000 0400 0100 0500000000000000"
+        "01000000 ddccbbaa"
+    )
+    assert blob == body + crc32c(body).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [Run(0, 0, 0, 0, 0, 1)],
+        [Run(5, 2, 0, 0, 0, 1), Run(6, 1, 0, 0, 0, 1)],
+        [Run(SEGMENT_BLOCKS - 1, 2, 0, 0, 0, 1)],
+    ],
+    ids=["empty", "overlapping", "too long"],
+)
+def test_runs_that_break_the_order_are_not_stored(runs: list[Run]) -> None:
+    with pytest.raises(ValueError, match="out of order or range"):
+        encode_segment(Segment(0, tuple(runs)))
+
+
+def test_runs_of_a_file_count_from_its_start() -> None:
+    blobs = [
+        encode_segment(Segment(2, (Run(3, 4, 0, 1, 0, 9),))),
+        encode_segment(Segment(0, (Run(0, 1, 0, 0, 0, 8), Run(1, 2, 5, 1, 0, 9)))),
+    ]
+    runs = runs_of_file(blobs)
+    assert [run.block for run in runs] == [0, 1, 2 * SEGMENT_BLOCKS + 3]
+    assert bytes_by_device(runs) == {0: BLOCK_BYTES, 1: 6 * BLOCK_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": ()}, "at least one device"),
+        ({"devices": (1, 2, 1)}, "name one device twice"),
+        ({"devices": (1,), "chunk_bytes": 0}, "chunk size 0 is not a positive multiple of 65536"),
+        ({"devices": (1,), "chunk_bytes": 65_537}, "chunk size 65537 is not a positive multiple"),
+        ({"devices": (1, 2), "width": 3}, "width 3 does not fit 2 devices"),
+    ],
+)
+def test_policies_that_no_layout_could_follow(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (0, [((4, 5, 6), 0), ((4, 5, 6), 1), ((4, 5, 6), 2), ((4, 5, 6), 0)]),
+        (2, [((4, 5), 0), ((5, 6), 0), ((6, 4), 0), ((4, 5), 0)]),
+    ],
+)
+def test_new_files_start_on_devices_in_turn(
+    width: int, expected: list[tuple[tuple[int, ...], int]]
+) -> None:
+    layouts = rotate_layouts(Policy(devices=(4, 5, 6), width=width))
+    for devices, first in expected:
+        wanted = Layout(chunk_bytes=1024 * 1024, devices=devices, first=first)
+        assert next(layouts) == wanted
