@@ -29,8 +29,8 @@
             └── CatalogBusy      EBUSY
 
 ELOOP and EXDEV are found by the kernel on a mounted filesystem; the classes serve callers that do
-not go through it. `Unsupported` refuses an attribute namespace and must not have ENOSYS, which would
-make the kernel stop asking for extended attributes of every kind.
+not go through it. `Unsupported` refuses an attribute namespace and must not have ENOSYS, which
+would make the kernel stop asking for extended attributes of every kind.
 """
 
 from __future__ import annotations
