@@ -35,6 +35,11 @@ $(STAMPS)/system: mount_scripts/install_packages
 	mount_scripts/install_packages
 	@touch $@
 
+$(STAMPS)/tools-%: mount_scripts/install_packages
+	@mkdir -p $(STAMPS)
+	mount_scripts/install_packages $*
+	@touch $@
+
 $(STAMPS)/venv: $(STAMPS)/system
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -84,7 +89,7 @@ bench: setup ## Measure against the plain filesystem, fio and a naive peer
 # --- testing --------------------------------------------------------------------------------
 
 .PHONY: test
-test: setup test-native ## All tests
+test: setup $(STAMPS)/tools-test test-native ## All tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: test-native
@@ -131,7 +136,7 @@ pjdfstest: setup ## The POSIX suite, built in PJD=dir, against a mount (root)
 	$(VENV)/bin/python -m tests.conformance.pjdfstest "$(PJD)"
 
 .PHONY: lint
-lint: setup ## ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck
+lint: setup $(STAMPS)/tools-lint ## ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck
 	@.ci/lint $(VENV)
 
 .PHONY: clean
