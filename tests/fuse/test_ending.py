@@ -1,4 +1,4 @@
-"""Signals to a server: it drains and unmounts, and a second SIGINT says what it loses."""
+"""How a server ends: by a signal, by a second one, by an unmount while its devices are slow."""
 
 from __future__ import annotations
 
@@ -112,6 +112,22 @@ def test_a_second_sigint_says_what_is_lost_and_stops(slow_devices: list[Path]) -
         mount.tear_down()
         mount.mount()
         assert (mount.root / "kept").read_bytes() == b"durable"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(LAB_REASON is not None, reason=str(LAB_REASON))
+def test_umount_waits_for_a_slow_drain(slow_devices: list[Path]) -> None:
+    for path in slow_devices:
+        path.mkdir()
+    with mounted(devices=slow_devices, staging="64M") as mount:
+        (mount.root / "file").write_bytes(os.urandom(16 * 2**20))
+        server_fd = os.pidfd_open(mount.server_pid)
+        try:
+            mount.unmount()
+            wait_for_exit(server_fd, timeout_s=0)
+        finally:
+            os.close(server_fd)
+        assert "ended; all is durable" in mount.log_text()
 
 
 def wait_for_log(mount: Mount, words: str) -> None:
