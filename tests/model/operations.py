@@ -77,8 +77,10 @@ class World:
         os.fsync(self.handles[number])
 
     def status(self, number: int) -> tuple[int, int, str]:
+        """Size (0 of a folder), links and mode of an open file."""
         status = os.fstat(self.handles[number])
-        return status.st_size, status.st_nlink, stat.filemode(status.st_mode)
+        size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+        return size, status.st_nlink, stat.filemode(status.st_mode)
 
     def seek(self, number: int, offset: int, whence: int) -> bool:
         """Whether there is such a place; where exactly is the filesystem's business."""
