@@ -33,7 +33,8 @@ from fpfs.daemon.catalog_schema import (
     flush_directory,
     open_database,
 )
-from fpfs.daemon.catalog_worker import Request, Transaction, Worker
+from fpfs.daemon.catalog_worker import Request, RequestKind, Transaction, Worker
+from fpfs.daemon.reserve import Reserve
 
 if TYPE_CHECKING:
     import sqlite3
@@ -80,7 +81,10 @@ class Catalog:
         os.fsync(self._log_descriptor)
         flush_directory(path.parent)
         self._worker = Worker(
-            connection, log_descriptor=self._log_descriptor, delivered=self._batch_delivered
+            connection,
+            log_descriptor=self._log_descriptor,
+            reserve=Reserve(path.parent / "reserve"),
+            delivered=self._batch_delivered,
         )
         self._worker.start()
         self._written = 0
@@ -126,7 +130,7 @@ class Catalog:
         `apply` is called with the result in trio's thread, in the order of operations, and returns
         the result for the caller: for memory that must agree with the catalog.
         """
-        return await self._submit(operation, apply, writes=False)
+        return await self._submit(operation, apply, RequestKind.READ)
 
     @overload
     async def write(self, operation: Operation[Result]) -> Result: ...
@@ -142,23 +146,38 @@ class Catalog:
         The operation must only touch the transaction: it may run twice when the disk is full.
         Cancellation is not delivered meanwhile, since the operation happens anyway.
         """
-        if self._flush_error is not None:
-            raise CatalogError(f"the catalog was stopped by a failed flush: {self._flush_error}")
-        return await self._submit(operation, apply, writes=True)
+        return await self._submit(operation, apply, RequestKind.WRITE)
+
+    @overload
+    async def write_urgently(self, operation: Operation[Result]) -> Result: ...
+    @overload
+    async def write_urgently(
+        self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
+    ) -> Applied: ...
+    async def write_urgently(
+        self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Run an operation like `write`, with the reserve if the device is full.
+
+        For what makes room, and for what keeps contents that were acknowledged.
+        """
+        return await self._submit(operation, apply, RequestKind.URGENT_WRITE)
 
     async def _submit(
-        self, operation: Operation[Any], apply: Callable[[Any], Any] | None, *, writes: bool
+        self, operation: Operation[Any], apply: Callable[[Any], Any] | None, kind: RequestKind
     ) -> Any:
         if self._closed:
             raise CatalogError("the catalog is closed")
+        if self._flush_error is not None and kind is not RequestKind.READ:
+            raise CatalogError(f"the catalog was stopped by a failed flush: {self._flush_error}")
         task = trio.lowlevel.current_task()
-        self._worker.submit(Request(operation, apply, task, writes=writes))
+        self._worker.submit(Request(operation, apply, task, kind=kind))
         return await trio.lowlevel.wait_task_rescheduled(_refuse_cancellation)
 
     def _batch_delivered(self, batch: Sequence[Request]) -> None:
         """Count a batch before its tasks run (called in trio's thread)."""
         self._operations += len(batch)
-        if any(request.writes for request in batch):
+        if any(request.kind is not RequestKind.READ for request in batch):
             self._written += 1
             self._written_event.set()
 

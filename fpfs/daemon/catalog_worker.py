@@ -13,6 +13,7 @@ the worker's thread, except `_deliver`, which trio runs.
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import queue
@@ -24,9 +25,12 @@ import outcome
 import trio
 
 from fpfs.core.errors import CatalogError, NoSpace, ReadOnly
+from fpfs.daemon.catalog_schema import LOG_BYTES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from fpfs.daemon.reserve import Reserve
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +76,22 @@ class Transaction:
         self._limit = self._next
 
 
+class RequestKind(enum.Enum):
+    """What an operation does with the catalog.
+
+    READ changes nothing. WRITE is refused while the reserve is in use. URGENT_WRITE makes room, or
+    keeps what was acknowledged, and may use the reserve for it.
+    """
+
+    READ = 0
+    WRITE = 1
+    URGENT_WRITE = 2
+
+
 class Request:
     """One queued operation, what takes its result over, and the task that waits for it."""
 
-    __slots__ = ("apply", "operation", "outcome", "task", "writes")
+    __slots__ = ("apply", "kind", "operation", "outcome", "task")
 
     def __init__(
         self,
@@ -83,13 +99,13 @@ class Request:
         apply: Callable[[Any], Any] | None,
         task: trio.lowlevel.Task,
         *,
-        writes: bool,
+        kind: RequestKind,
     ) -> None:
         """Keep what the worker needs."""
         self.operation = operation
         self.apply = apply
         self.task = task
-        self.writes = writes
+        self.kind = kind
         self.outcome: outcome.Outcome[Any] | None = None
 
 
@@ -101,6 +117,7 @@ class Worker:
         connection: sqlite3.Connection,
         *,
         log_descriptor: int,
+        reserve: Reserve,
         delivered: Callable[[Sequence[Request]], None],
     ) -> None:
         """Take over an open connection; look at the log's size through a descriptor of its own.
@@ -109,6 +126,7 @@ class Worker:
         """
         self._connection = connection
         self._log_descriptor = log_descriptor
+        self._reserve = reserve
         self._transaction = Transaction(connection)
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._delivered = delivered
@@ -152,6 +170,7 @@ class Worker:
             )
         except queue.Empty:
             self._checkpoint("PASSIVE")
+            self._reserve.restore()
             return [], False
         batch: list[Request] = []
         while first is not None:
@@ -166,7 +185,7 @@ class Worker:
 
     def _run_batch(self, batch: list[Request]) -> None:
         """Fill in the outcome of every request."""
-        if not any(request.writes for request in batch):
+        if all(request.kind is RequestKind.READ for request in batch):
             for request in batch:
                 self._run_read(request)
             return
@@ -177,16 +196,25 @@ class Worker:
             # chance, so that those that free space, or change nothing, are not lost with others.
             log.warning("catalog transaction of %d operations failed: %s", len(batch), error)
             self._roll_back()
+            if _error_code(error) == sqlite3.SQLITE_FULL:
+                # The log may start over in the place it has.
+                self._checkpoint("PASSIVE")
             for request in batch:
                 self._run_alone(request)
 
     def _run_together(self, batch: list[Request]) -> None:
         """Run a batch in one transaction; sqlite3.Error when that did not become one."""
         execute = self._connection.execute
+        is_full = not self._reserve.restore()
         execute("BEGIN IMMEDIATE")
         for request in batch:
-            if not request.writes:
+            if request.kind is RequestKind.READ:
                 self._run_read(request)
+                continue
+            if is_full and request.kind is RequestKind.WRITE:
+                request.outcome = outcome.Error(
+                    NoSpace("the catalog's device is full, and its reserve is for removals")
+                )
                 continue
             execute("SAVEPOINT operation")
             request.outcome = outcome.capture(request.operation, self._transaction)
@@ -206,8 +234,8 @@ class Worker:
             request.outcome = outcome.Error(_translated(error))
 
     def _run_alone(self, request: Request) -> None:
-        """Run one request in its own transaction."""
-        if not request.writes:
+        """Run one request in its own transaction, with the reserve if it has a right to it."""
+        if request.kind is RequestKind.READ:
             self._run_read(request)
             return
         try:
@@ -215,6 +243,11 @@ class Worker:
         except sqlite3.Error as error:
             self._roll_back()
             request.outcome = outcome.Error(_translated(error))
+            is_full = _error_code(error) == sqlite3.SQLITE_FULL
+            urgent = request.kind is RequestKind.URGENT_WRITE
+            if is_full and urgent and self._reserve.give_up():
+                self._checkpoint("PASSIVE")
+                self._run_alone(request)
 
     def _run_read(self, request: Request) -> None:
         """Run an operation that changes nothing."""
@@ -232,11 +265,18 @@ class Worker:
         return self._connection.total_changes - self._changes_checkpointed
 
     def _log_is_long(self) -> bool:
-        """Whether the log is due. It shrinks with the first commit after a checkpoint."""
-        return (
-            os.fstat(self._log_descriptor).st_size > LOG_BYTES_MAX
-            and self._changes_since_checkpoint() > CHANGES_IDLE
-        )
+        """Whether a checkpoint is due. The log shrinks with the first commit after it.
+
+        On a nearly full device the log stays small enough for its copy to find room.
+        """
+        changes = self._changes_since_checkpoint()
+        log_bytes = os.fstat(self._log_descriptor).st_size
+        if changes == 0 or log_bytes <= LOG_BYTES_KEPT:
+            return False
+        if log_bytes > LOG_BYTES_MAX and changes > CHANGES_IDLE:
+            return True
+        device = os.fstatvfs(self._log_descriptor)
+        return log_bytes > device.f_bavail * device.f_frsize // 2
 
     def _checkpoint(self, mode: str) -> None:
         """Copy the log into the database. A failure costs nothing but a longer log."""
@@ -265,11 +305,16 @@ class Worker:
             trio.lowlevel.reschedule(request.task, request.outcome)
 
 
+def _error_code(error: sqlite3.Error) -> int:
+    """Return SQLite's primary result code."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
+
+
 def _translated(error: BaseException) -> BaseException:
     """Return the error of fpfs for what SQLite reports; other errors are returned as they are."""
     if not isinstance(error, sqlite3.Error):
         return error
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    code = _error_code(error)
     kind: type[NoSpace | ReadOnly | CatalogError]
     if code == sqlite3.SQLITE_FULL:
         kind = NoSpace

@@ -194,7 +194,7 @@ class Entries:
             return removed
 
         await self._let_go(
-            await self._catalog.write(
+            await self._catalog.write_urgently(
                 lambda t: catalog_names.unlink(t, parent, name, now_ns=now_ns), apply=unlinked
             )
         )
@@ -215,7 +215,7 @@ class Entries:
             return removed
 
         await self._let_go(
-            await self._catalog.write(
+            await self._catalog.write_urgently(
                 lambda t: catalog_names.remove_directory(t, parent, name, now_ns=now_ns),
                 apply=unlinked,
             )

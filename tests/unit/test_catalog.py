@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
 import stat
+import subprocess
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,14 +23,16 @@ from fpfs.core.errors import (
     CatalogTooNew,
     DamagedData,
     EntryExists,
+    NoSpace,
 )
 from fpfs.daemon import catalog_names
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, store_xattr
+from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
 from fpfs.daemon.catalog_contents import fetch_content
 from fpfs.daemon.catalog_names import NewInode
 from fpfs.daemon.catalog_schema import FORMAT_VERSION
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
+from fpfs.daemon.reserve import RESERVE_BYTES
 from tests.support.rig import LARGE, rig
 
 ROOT = 1
@@ -272,6 +278,62 @@ async def test_a_long_log_starts_over_and_shrinks(tmp_path: Path) -> None:
 
 def store_value(transaction: Transaction, number: int, row: int) -> None:
     store_xattr(transaction, ROOT, b"user.%d" % row, bytes([number]) * 65536, ctime_ns=1)
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 32 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small filesystem needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Take all the space there is, as somebody else may."""
+    with (folder / "filler").open("ab", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(bytes(65536))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC  # noqa: PT017 - how many writes fit is not known
+
+
+async def store_until_full(catalog: Catalog, *, first: int) -> int:
+    """Store large values until there is no space; returns the number of the one that failed."""
+    for number in range(first, 1000):
+        try:
+            await catalog.write(partial(store_value, number=1, row=number))
+        except NoSpace:
+            return number
+    raise AssertionError("a device of 32 MiB holds 64 MiB")
+
+
+@pytest.mark.root
+@trio.testing.trio_test
+async def test_a_full_device_still_takes_removals(
+    small_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog = Catalog.open(formatted(small_device))
+    for number in range(50):
+        await catalog.write(partial(store_value, number=0, row=number))
+    fill(small_device)
+    made = await store_until_full(catalog, first=50)
+    assert "its reserve is in use" not in caplog.text
+    for number in range(made):
+        name = b"user.%d" % number
+        await catalog.write_urgently(partial(remove_xattr, ino=ROOT, name=name, ctime_ns=1))
+    assert "its reserve is in use" in caplog.text
+    with pytest.raises(NoSpace, match="its reserve is for removals"):
+        await catalog.write(lambda t: make(t, "too early"))
+    (small_device / "filler").unlink()
+    await catalog.write(lambda t: make(t, "there is room again"))
+    assert (small_device / "reserve").stat().st_size == RESERVE_BYTES
+    await catalog.close()
+    assert await names_after(small_device / "catalog.db") == ["there is room again"]
 
 
 def flushes_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:

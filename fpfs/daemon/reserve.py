@@ -1,0 +1,55 @@
+"""Reserve: a preallocated file that the catalog gives up when its device is full.
+
+A full device must still take the transaction that removes a file, or nothing could ever make room.
+The engine leaves some space when it allocates, but others may fill the filesystem too.
+
+Concurrency: catalog thread only, after the constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RESERVE_BYTES = 8 * 1024 * 1024
+
+log = logging.getLogger(__name__)
+
+
+class Reserve:
+    """Space that is kept for the catalog."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file, or take over the one that is there. A device too full for it has none."""
+        self._path = path
+        self.held = False
+        self.restore()
+
+    def give_up(self) -> bool:
+        """Free the space for the catalog; returns whether there was any."""
+        if not self.held:
+            return False
+        os.truncate(self._path, 0)
+        self.held = False
+        log.warning("the catalog's device is full: its reserve is in use, remove files")
+        return True
+
+    def restore(self) -> bool:
+        """Take the space again, if the device has it; returns whether it is held."""
+        if self.held:
+            return True
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+            self.held = True
+        except OSError as error:
+            # What was allocated before the device was full must not stay either.
+            os.truncate(descriptor, 0)
+            log.debug("no reserve for the catalog yet: %s", error)
+        finally:
+            os.close(descriptor)
+        return self.held
