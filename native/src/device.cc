@@ -1,7 +1,7 @@
 // Device: puts together the objects directory, the open files, the pool, a backend and the workers.
 //
 // Concurrency: `metadata_` opens files and changes their allocation, which a writer waits for;
-//   `pool_worker_` makes objects; `reaper_` removes and closes, which may take long on large files.
+//   `pool_worker_` makes objects; `reaper_` removes, closes and punches, which may take long.
 //   No thread of the backend ever blocks on the filesystem.
 #include "device.h"
 
@@ -147,7 +147,9 @@ void NativeDevice::submit(IoRequest* request) {
   if (opened && (transfer || request->op == IoOp::Flush) && writable_enough(*request)) {
     backend_->submit(request);
   } else {
-    metadata_.post([this, request] { run_on_worker(request); });
+    // Nobody waits for space to be given back, but writers do wait for the other changes.
+    Worker& worker = request->op == IoOp::Punch ? reaper_ : metadata_;
+    worker.post([this, request] { run_on_worker(request); });
   }
 }
 
