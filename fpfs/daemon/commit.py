@@ -119,7 +119,7 @@ class Commit:
         self._failures: dict[int, CommitFailure] = {}
         self._committed = 0
         self._transactions = 0
-        inodes.on_removable(self._reclaim.delete)
+        inodes.on_removable(self._delete)
 
     async def recover(self) -> None:
         """Delete what had no name when the last mount ended, and find removals it left undone."""
@@ -181,9 +181,14 @@ class Commit:
 
         What has it open by a path alone (O_PATH) cannot open it any more.
         """
-        if not inode.users and not inode.handles:
-            self._reclaim.delete(inode)
+        if not inode.users:
+            self._delete(inode)
         await self._reclaim.wait_idle()
+
+    def _delete(self, inode: Inode) -> None:
+        """Delete an inode that nothing refers to; what it could not keep matters no more."""
+        self._failures.pop(inode.ino, None)
+        self._reclaim.delete(inode)
 
     @property
     def idle(self) -> bool:

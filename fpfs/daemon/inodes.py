@@ -13,6 +13,7 @@ Concurrency: trio thread only. Methods that are not coroutines are atomic for ot
 
 from __future__ import annotations
 
+import logging
 import stat
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 EMPTY = Content(b"", [])
 """The content of a file without size and without preallocated space: not worth a query."""
+
+log = logging.getLogger(__name__)
 
 _layout_decoder = msgspec.msgpack.Decoder(Layout)
 
@@ -223,8 +226,10 @@ class InodeTable:
         inode = self._inodes.get(ino)
         if inode is None:
             return
-        inode.lookups -= lookups
-        assert inode.lookups >= 0, f"inode {ino} forgotten more often than looked up"
+        if lookups > inode.lookups:
+            # The kernel's count is the one that holds; the filesystem must not end for it.
+            log.error("inode %d forgotten %d times, known %d times", ino, lookups, inode.lookups)
+        inode.lookups = max(inode.lookups - lookups, 0)
         if inode.lookups == 0:
             self.settle(inode)
 

@@ -385,8 +385,21 @@ async def test_a_failed_drain_keeps_the_version_and_reaches_the_writer(
         mount.engine.fail_drains(inode.ino, 0)
         assert await mount.commit.flush_all() == ()
         mount.namespace.forget(inode.ino, 1)
+        await check_deleted_failures_are_forgotten(mount)
     async with rig(tmp_path, devices=devices) as mount:
         assert await mount.read_file("file") == b"b" * size
+
+
+async def check_deleted_failures_are_forgotten(mount: Rig) -> None:
+    handle = await mount.create("doomed")
+    inode = await mount.resolve("doomed")
+    mount.engine.fail_drains(inode.ino, errno.ENOSPC)
+    mount.engine.write(handle, 0, b"x")
+    mount.namespace.files.release(handle)
+    assert len(await mount.commit.flush_all()) == 1
+    await mount.namespace.entries.unlink(ROOT, b"doomed")
+    mount.namespace.forget(inode.ino, 1)
+    assert await mount.commit.flush_all() == ()
 
 
 @trio.testing.trio_test
