@@ -57,7 +57,7 @@ def _show_status(found: Status) -> None:
         table.add_row(
             str(device.number),
             device.path,
-            f"{device.backend}, {'direct' if device.direct else 'buffered'}",
+            device.error or f"{device.backend}, {'direct' if device.direct else 'buffered'}",
             format_size(device.bytes_used),
             format_size(device.bytes_free),
             format_size(device.bytes_written),

@@ -86,6 +86,8 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     requests_in_flight: int
     backend: str
     direct: bool
+    error: str = ""
+    """What is wrong with it; its other figures may be missing (0) then."""
 
 
 class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):

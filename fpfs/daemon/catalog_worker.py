@@ -156,11 +156,26 @@ class Worker:
         while not stopping:
             batch, stopping = self._collect()
             if batch:
-                self._run_batch(batch)
+                self._run_or_refuse(batch)
                 self._hand_over(batch)
             if stopping or self._log_is_long():
                 self._checkpoint("TRUNCATE" if stopping else "PASSIVE")
-        self._connection.close()
+        try:
+            self._connection.close()
+        except sqlite3.Error as error:
+            log.error("the catalog's database could not be closed: %s", error)
+
+    def _run_or_refuse(self, batch: list[Request]) -> None:
+        """Fill in the outcome of every request, whatever the device does: they are waited for."""
+        try:
+            self._run_batch(batch)
+        except (sqlite3.Error, OSError) as error:
+            log.error("the catalog's device fails: %s", error)
+            for request in batch:
+                if request.kind is not RequestKind.READ or request.outcome is None:
+                    request.outcome = outcome.Error(
+                        CatalogError(f"the catalog's device fails: {error}")
+                    )
 
     def _collect(self) -> tuple[list[Request], bool]:
         """Wait for operations; checkpoint when none come for a while."""
@@ -270,7 +285,11 @@ class Worker:
         On a nearly full device the log stays small enough for its copy to find room.
         """
         changes = self._changes_since_checkpoint()
-        log_bytes = os.fstat(self._log_descriptor).st_size
+        try:
+            log_bytes = os.fstat(self._log_descriptor).st_size
+        except OSError as error:
+            log.debug("the catalog's log cannot be looked at: %s", error)
+            return False
         if changes == 0 or log_bytes <= LOG_BYTES_KEPT:
             return False
         if log_bytes > LOG_BYTES_MAX and changes > CHANGES_IDLE:

@@ -20,13 +20,22 @@ def device_statuses(
 
 
 def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
-    filesystem = os.statvfs(device.path)
+    error = "failed: new chunks avoid it" if figures.get("failed") else ""
+    bytes_used = bytes_free = bytes_total = 0
+    try:
+        filesystem = os.statvfs(device.path)
+        bytes_free = filesystem.f_bavail * filesystem.f_frsize
+        bytes_total = filesystem.f_blocks * filesystem.f_frsize
+        bytes_used = allocated_bytes(device.objects_path)
+    except OSError as problem:
+        error = f"cannot be read: {problem.strerror}"
     return DeviceStatus(
         number=device.number,
         path=device.path,
-        bytes_used=allocated_bytes(device.objects_path),
-        bytes_free=filesystem.f_bavail * filesystem.f_frsize,
-        bytes_total=filesystem.f_blocks * filesystem.f_frsize,
+        error=error,
+        bytes_used=bytes_used,
+        bytes_free=bytes_free,
+        bytes_total=bytes_total,
         bytes_written=int(figures["bytes_written"]),
         bytes_read=int(figures["bytes_read"]),
         requests_in_flight=int(figures["in_flight"]),

@@ -42,7 +42,11 @@ class Reserve:
         """Take the space again, if the device has it; returns whether it is held."""
         if self.held:
             return True
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            log.warning("there is no reserve for the catalog: %s", error)
+            return False
         try:
             os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
             self.held = True

@@ -15,6 +15,7 @@ Concurrency: one trio loop. Everything that blocks runs in threads, or before th
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -27,7 +28,7 @@ import pyfuse3
 import trio
 
 import fpfs
-from fpfs.core.control import Flushed, Status, socket_path
+from fpfs.core.control import Failure, Flushed, Status, socket_path
 from fpfs.core.engine import (
     ChannelClosed,
     DeviceConfig,
@@ -134,7 +135,7 @@ class Server:
             nursery.start_soon(self._commit.run)
             nursery.start_soon(self._relay_events)
             await self._serve_names(ready, relay_fd)
-            final = await self.flush()
+            final = await self._flush_at_end()
             nursery.cancel_scope.cancel()
         return final
 
@@ -167,6 +168,17 @@ class Server:
     async def flush(self) -> Flushed:
         """Return when everything is durable but for the failures in the answer."""
         return Flushed(failures=metrics.failures(await self._commit.flush_all()))
+
+    async def _flush_at_end(self) -> Flushed:
+        """Flush; when the catalog itself is what failed, that is one of the failures."""
+        try:
+            return await self.flush()
+        except OSError as error:
+            message = f"names and versions since the last flush may be lost: {error}"
+            _log.critical("%s", message)
+            failed = metrics.failures(self._commit.statistics().failures)
+            whole = Failure(ino=0, errno=error.errno or errno.EIO, message=message)
+            return Flushed(failures=(*failed, whole))
 
     async def _mount(self) -> tuple[str, int]:
         """Mount and start the channel; returns the mount's ``major:minor`` and pyfuse3's end."""
@@ -226,7 +238,7 @@ class Server:
 
     async def _end(self, device: str) -> None:
         """Drain and unmount although programs may use the mount."""
-        await self.flush()
+        await self._flush_at_end()
         if self._connection_ended.is_set():
             return
         try:
@@ -234,7 +246,7 @@ class Server:
         except Refused:
             await trio.to_thread.run_sync(self._detach)
             _log.warning("files were open at the end: programs that use them get errors from now")
-            await self.flush()
+            await self._flush_at_end()
             if not mounting.abort_connection(device):
                 self._connection_ended.set()
 
