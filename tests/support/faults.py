@@ -73,7 +73,7 @@ class FaultyDevices:
                     os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, taken)
                 except OSError as error:
                     # What the filesystem needs for itself cannot be taken.
-                    assert error.errno in (errno.ENOSPC, errno.EINVAL)
+                    assert error.errno in (errno.ENOSPC, errno.EINVAL)  # noqa: PT017
                     step_bytes //= 2
 
     def empty(self, number: int) -> None:
