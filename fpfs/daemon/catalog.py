@@ -117,11 +117,15 @@ class Catalog:
         return cls(path, open_database(path))
 
     @overload
-    async def read(self, operation: Operation[Result]) -> Result: ...
+    async def read(self, operation: Operation[Result]) -> Result:
+        """Without `apply`: the result is the operation's."""
+
     @overload
     async def read(
         self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
-    ) -> Applied: ...
+    ) -> Applied:
+        """With `apply`: the result is what that returns."""
+
     async def read(
         self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
     ) -> Any:
@@ -133,11 +137,15 @@ class Catalog:
         return await self._submit(operation, apply, RequestKind.READ)
 
     @overload
-    async def write(self, operation: Operation[Result]) -> Result: ...
+    async def write(self, operation: Operation[Result]) -> Result:
+        """Without `apply`: the result is the operation's."""
+
     @overload
     async def write(
         self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
-    ) -> Applied: ...
+    ) -> Applied:
+        """With `apply`: the result is what that returns."""
+
     async def write(
         self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
     ) -> Any:
@@ -149,11 +157,15 @@ class Catalog:
         return await self._submit(operation, apply, RequestKind.WRITE)
 
     @overload
-    async def write_urgently(self, operation: Operation[Result]) -> Result: ...
+    async def write_urgently(self, operation: Operation[Result]) -> Result:
+        """Without `apply`: the result is the operation's."""
+
     @overload
     async def write_urgently(
         self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
-    ) -> Applied: ...
+    ) -> Applied:
+        """With `apply`: the result is what that returns."""
+
     async def write_urgently(
         self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
     ) -> Any:
