@@ -77,12 +77,19 @@ def test_functions_are_short_and_modules_say_what_they_are_for(path: Path) -> No
         assert length <= FUNCTION_LINES_MAX, f"{function.name} has {length} lines"
 
 
+def is_overload(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether this is only a signature, whose docstring is at the implementation."""
+    return any(isinstance(it, ast.Name) and it.id == "overload" for it in function.decorator_list)
+
+
 def undocumented(node: ast.AST, prefix: str = "") -> Iterator[str]:
     """Public classes and functions of a module or class without a docstring."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if child.name.startswith("_") and child.name != "__init__":
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and is_overload(child):
             continue
         if not ast.get_docstring(child) and child.name != "__init__":
             yield prefix + child.name

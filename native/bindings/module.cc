@@ -144,25 +144,9 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   return config;
 }
 
-}  // namespace
-
-NB_MODULE(_native, module) {
-  // At exit Python may still hold the engine in a traceback; the process ends all the same.
-  nb::set_leak_warnings(false);
-  module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
-  module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
-
-  nb::class_<Engine>(module, "Engine")
-      .def("__init__",
-           [](Engine*, nb::args) { throw nb::type_error("use fpfs._native.open_engine"); })
-      .def_prop_ro("event_fd", &Engine::event_fd)
-      .def("take_events",
-           [](Engine& engine) {
-             nb::list result;
-             for (const Event& event : engine.take_events()) result.append(event_tuple(event));
-             return result;
-           })
-      .def("load",
+// What concerns one loaded inode or open handle.
+void bind_files(nb::class_<Engine>& type) {
+  type.def("load",
            [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               std::optional<nb::bytes> content,
               const std::vector<std::pair<uint32_t, nb::bytes>>& segments, uint64_t chunk_bytes,
@@ -201,8 +185,22 @@ NB_MODULE(_native, module) {
              const MutexLock lock(handle->mutex);
              return handle->file->take_error(&handle->errors_seen);
            })
-      .def("committed", [](Engine& engine, uint64_t ino,
-                           uint64_t sequence) { loaded(engine, ino)->committed(sequence); })
+      .def("committed", [](Engine& engine, uint64_t ino, uint64_t sequence) {
+        loaded(engine, ino)->committed(sequence);
+      });
+}
+
+// What runs in the background and is answered by an event, and the life of the engine.
+void bind_plane(nb::class_<Engine>& type) {
+  type.def("__init__",
+           [](Engine*, nb::args) { throw nb::type_error("use fpfs._native.open_engine"); })
+      .def_prop_ro("event_fd", &Engine::event_fd)
+      .def("take_events",
+           [](Engine& engine) {
+             nb::list result;
+             for (const Event& event : engine.take_events()) result.append(event_tuple(event));
+             return result;
+           })
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def("drop", &Engine::drop, nb::call_guard<nb::gil_scoped_release>())
       .def("truncate", &Engine::truncate, nb::call_guard<nb::gil_scoped_release>())
@@ -225,7 +223,9 @@ NB_MODULE(_native, module) {
       .def("complete_write", &Engine::complete_write, nb::call_guard<nb::gil_scoped_release>())
       .def("statistics", &statistics)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+}
 
+void bind_open(nb::module_& module) {
   module.def(
       "open_engine",
       [](std::vector<std::pair<uint16_t, std::string>> devices, std::string arena_path,
@@ -244,4 +244,18 @@ NB_MODULE(_native, module) {
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
       nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"));
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  // At exit Python may still hold the engine in a traceback; the process ends all the same.
+  nb::set_leak_warnings(false);
+  module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
+  module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
+
+  nb::class_<Engine> type(module, "Engine");
+  bind_files(type);
+  bind_plane(type);
+  bind_open(module);
 }
