@@ -16,6 +16,8 @@ from fpfs.core.control import ControlClient, Flushed, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 
+STATUS_TIMEOUT_S = 60.0
+
 app = App(
     name="fpfs-ctl",
     help="Show and direct mounted fpfs filesystems.",
@@ -24,17 +26,25 @@ app = App(
 
 
 @app.command
-def status(mountpoint: str, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+def status(
+    mountpoint: str,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    timeout: float = STATUS_TIMEOUT_S,
+) -> int:
     """Show the figures of the mount at MOUNTPOINT.
 
     Parameters
     ----------
     json
         Print them as JSON; sizes in bytes.
+    timeout
+        Give up after so many seconds, with exit status 1.
     """
     asked = f"status of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        found = client.ask(Verb.STATUS, Status)
+        found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found).decode(), indent=2) + "\n")
     else:

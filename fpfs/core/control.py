@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from fpfs.core.mounts import MountEntry, mount_containing
+from fpfs.core.mounts import MountEntry, mount_at, mount_containing
 from fpfs.core.refusal import Refused
 
 PROTOCOL_VERSION = 1
@@ -156,7 +156,8 @@ def runtime_folders(uid: int) -> list[str]:
 
 def find_fpfs(path: str, *, asked: str) -> MountEntry:
     """The fpfs mount that holds `path`. Raises `Refused` when another filesystem does."""
-    entry = mount_containing(path)
+    # The mountpoint itself is found without touching it: its server may hang.
+    entry = mount_at(path) or mount_containing(path)
     if not entry.is_fpfs:
         raise Refused(
             asked=asked,

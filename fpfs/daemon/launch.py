@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from fpfs.core.control import ControlClient, Flushed, Verb
-from fpfs.core.mounts import is_below, mount_at
+from fpfs.core.mounts import is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions
 from fpfs.core.refusal import Refused
 from fpfs.daemon.devices import DeviceSet, open_devices
@@ -134,7 +134,7 @@ def format_devices(paths: Sequence[str]) -> DeviceSet:
 
 def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> Started:
     """Start a server in the background; returns when the mount answers. Raises `Refused`."""
-    log = options.log or default_log(os.path.realpath(mountpoint))
+    log = options.log or default_log(resolve_mountpoint(mountpoint))
     ready, ready_writer = os.pipe2(os.O_CLOEXEC)
     try:
         config = prepare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.control import PROTOCOL_VERSION, Verb, runtime_folders, socket_path
-from fpfs.testing.mounted import Mount, mounted
+from fpfs.testing.mounted import Mount, mounted, run_fpfs
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,18 @@ def test_many_clients_at_once(mount: Mount) -> None:
     for thread in threads:
         thread.join()
     assert errors == [""] * 50
+
+
+@pytest.mark.parametrize("verb", ["status", "flush"])
+def test_a_server_that_hangs_is_not_waited_for_forever(mount: Mount, verb: str) -> None:
+    os.kill(mount.server_pid, signal.SIGSTOP)
+    try:
+        done = run_fpfs(verb, "--timeout", "0.2", mount.root, module="fpfs.cli.ctl")
+    finally:
+        os.kill(mount.server_pid, signal.SIGCONT)
+    assert done.returncode == 1
+    assert f"{verb} of {mount.root}: no answer within 0.2 s; wait longer" in done.stderr
+    assert mount.status().server_pid == mount.server_pid
 
 
 def test_the_socket_goes_with_the_mount() -> None:
