@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ DEVICE_BYTES = 320 * MEBIBYTE
 SHUT_DOWN = 0x8004587D  # XFS_IOC_GOINGDOWN and EXT4_IOC_SHUTDOWN
 WITHOUT_LOG = struct.pack("I", 2)
 BALLAST = "ballast"
+BUSY_S = 10.0
+BUSY_RETRY_S = 0.1
 
 
 class Filesystem(enum.Enum):
@@ -44,6 +47,7 @@ class FaultyDevices:
         self.mountpoints = made.mountpoints
         self._loops = [str(device.loop) for device in made.devices()]
         self._filesystem = filesystem
+        self.broken: set[int] = set()
         if filesystem is Filesystem.EXT4:
             for number, mountpoint in enumerate(self.mountpoints):
                 run("umount", mountpoint)
@@ -73,7 +77,7 @@ class FaultyDevices:
                     os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, taken)
                 except OSError as error:
                     # What the filesystem needs for itself cannot be taken.
-                    assert error.errno in (errno.ENOSPC, errno.EINVAL)  # noqa: PT017
+                    assert error.errno in (errno.ENOSPC, errno.EINVAL)
                     step_bytes //= 2
 
     def empty(self, number: int) -> None:
@@ -82,6 +86,7 @@ class FaultyDevices:
 
     def fail(self, number: int) -> None:
         """Let every further access to a device's disk end with EIO, and lose what is unflushed."""
+        self.broken.add(number)
         fd = os.open(self.mountpoints[number], os.O_RDONLY)
         try:
             fcntl.ioctl(fd, SHUT_DOWN, WITHOUT_LOG)
@@ -90,16 +95,31 @@ class FaultyDevices:
 
     def make_read_only(self, number: int) -> None:
         """Let ext4 find an error in itself, at which it turns read-only."""
+        self.broken.add(number)
         name = Path(self._loops[number]).name
         Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("broken by a test")
 
+    def _unmount(self, number: int) -> None:
+        """Unmount; what a killed server had open is let go of a moment after its end."""
+        deadline_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                run("umount", self.mountpoints[number])
+            except AssertionError as error:
+                if "busy" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(BUSY_RETRY_S)  # nothing tells when a mount ceases to be busy
+            else:
+                return
+
     def repair(self, number: int) -> None:
         """Mount a device again; nothing may be open on it."""
-        run("umount", self.mountpoints[number])
+        self._unmount(number)
         if self._filesystem is Filesystem.EXT4:
             # 1 says that it mended something, as it should.
             run("sh", "-c", f"e2fsck -p -f {self._loops[number]} || test $? -eq 1")
         self._mount(number)
+        self.broken.discard(number)
 
 
 @contextlib.contextmanager
@@ -118,4 +138,10 @@ def faulty_mount(
         with mounted(
             devices=devices.folders, staging="16M", options=options, parent=folder
         ) as opened:
-            yield opened, devices
+            try:
+                yield opened, devices
+            finally:
+                if devices.broken:
+                    opened.tear_down()
+                    for number in sorted(devices.broken):
+                        devices.repair(number)
