@@ -214,7 +214,7 @@ void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> d
   begin();
   pool_.take([this, done = std::move(done)](int error, ObjectRef object, uint64_t id) {
     if (error != 0) errors_.fetch_add(1, std::memory_order_relaxed);
-    done(error, std::move(object), id);
+    done(-error, std::move(object), id);
     end();
   });
 }
@@ -225,7 +225,7 @@ void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
     files_.forget(id);
     const int result = directory_.remove_object(id);
     if (result != 0) errors_.fetch_add(1, std::memory_order_relaxed);
-    done(result);
+    done(-result);
     end();
   });
 }

@@ -3,8 +3,8 @@
 // Ownership: an IoRequest belongs to the submitter again as soon as complete() is called.
 // Threads: submit() may be called from any thread and never blocks. complete() runs on one of the
 //   device's own threads, without locks held; it may submit further requests but must not block.
-// Errno: results are 0 or a negative errno; short transfers are continued inside, and a read past
-//   an object's end is filled with zeros.
+// Errno: a `result` is 0 or a negative errno, an `error` 0 or a positive one, here and below. Short
+//   transfers are continued inside, and a read past an object's end is filled with zeros.
 // Order: none among requests in flight, not even on one object; wait for complete() where it
 // matters.
 #pragma once
@@ -105,7 +105,7 @@ class Device {
   virtual void submit(IoRequest* request) = 0;
 
   // Hands out a fresh, empty object whose directory entry is durable. `done` runs on a device
-  // thread (or before returning, when the pool holds one); its error is 0 or a negative errno.
+  // thread (or before returning, when the pool holds one).
   virtual void create_object(std::function<void(int error, ObjectRef, uint64_t id)> done) = 0;
   // Opens lazily: the file is opened by the first request on it (whose complete() gets the errno).
   virtual ObjectRef object(uint64_t id) = 0;

@@ -2,21 +2,15 @@
 //
 // Needs root, loop devices and mkfs; without them each case says so.
 #include <doctest/doctest.h>
-#include <fcntl.h>
-#include <linux/loop.h>
-#include <sys/ioctl.h>
-#include <sys/mount.h>
-#include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <filesystem>
 #include <string>
 
 #include "device_fixture.h"
-#include "file_descriptor.h"
+#include "loop_mount.h"
 
 namespace fpfs {
 namespace {
@@ -24,89 +18,15 @@ namespace {
 using testing::AlignedBuffer;
 using testing::create;
 using testing::Created;
+using testing::Ext4;
+using testing::LoopMount;
 using testing::open_device;
 using testing::remove;
 using testing::run;
-using testing::TempDirectory;
 using testing::WaitedRequest;
+using testing::Xfs;
 
 constexpr uint64_t kBlock = kIoAlignment;
-
-struct Ext4 {
-  static constexpr const char* name = "ext4";
-  static constexpr const char* make = "mkfs.ext4 -q -m 0 -F ";
-  static constexpr uint64_t image_bytes = uint64_t{64} << 20;
-};
-struct Xfs {
-  static constexpr const char* name = "xfs";
-  static constexpr const char* make = "mkfs.xfs -q -f ";
-  static constexpr uint64_t image_bytes = uint64_t{320} << 20;  // its least
-};
-
-// A small filesystem in a file, mounted by way of a loop device; all of it goes with the object.
-class LoopMount {
- public:
-  LoopMount(const char* filesystem, const std::string& make, uint64_t image_bytes)
-      : filesystem_(filesystem) {
-    problem_ = set_up(make, image_bytes);
-    if (!problem_.empty()) MESSAGE("skipped: ", problem_);
-  }
-  ~LoopMount() {
-    if (mounted_) CHECK(::umount(path().c_str()) == 0);
-    if (loop_) ::ioctl(loop_.get(), LOOP_CLR_FD, 0);
-  }
-  LoopMount(const LoopMount&) = delete;
-  LoopMount& operator=(const LoopMount&) = delete;
-
-  bool ready() const { return problem_.empty(); }
-  std::string path() const { return directory_.path() + "/mount"; }
-
-  bool remount_read_only() {
-    return ::mount(nullptr, path().c_str(), nullptr, MS_REMOUNT | MS_RDONLY, nullptr) == 0;
-  }
-  // What a lost device looks like: every access fails with EIO from now on. XFS and ext4 share it.
-  bool shut_down() {
-    const FileDescriptor root(::open(path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    uint32_t without_log_flush = 2;
-    return ::ioctl(root.get(), _IOR('X', 125, uint32_t), &without_log_flush) == 0;
-  }
-
- private:
-  std::string set_up(const std::string& make, uint64_t image_bytes) {
-    if (::geteuid() != 0) return "loop devices need root";
-    const std::string image = directory_.path() + "/image";
-    const FileDescriptor file(::open(image.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    if (!file || ::ftruncate(file.get(), static_cast<off_t>(image_bytes)) != 0) return "no image";
-    if (std::system((make + image).c_str()) != 0) return make + "failed";
-    const std::string device = attach(file.get());
-    if (device.empty()) return "no loop device: " + error_text(errno);
-    std::filesystem::create_directory(path());
-    mounted_ = ::mount(device.c_str(), path().c_str(), filesystem_, 0, nullptr) == 0;
-    return mounted_ ? "" : std::string("mounting ") + filesystem_ + ": " + error_text(errno);
-  }
-
-  // Another process may take the free device first: then the next one is tried.
-  std::string attach(int image) {
-    const FileDescriptor control(::open("/dev/loop-control", O_RDWR | O_CLOEXEC));
-    for (int attempt = 0; control && attempt < 20; ++attempt) {
-      const int number = ::ioctl(control.get(), LOOP_CTL_GET_FREE);
-      if (number < 0) return "";
-      const std::string name = "/dev/loop" + std::to_string(number);
-      loop_.reset(::open(name.c_str(), O_RDWR | O_CLOEXEC));
-      loop_config config{};
-      config.fd = static_cast<uint32_t>(image);
-      config.info.lo_flags = LO_FLAGS_AUTOCLEAR;
-      if (loop_ && ::ioctl(loop_.get(), LOOP_CONFIGURE, &config) == 0) return name;
-    }
-    return "";
-  }
-
-  const char* filesystem_;
-  TempDirectory directory_;
-  FileDescriptor loop_;
-  bool mounted_ = false;
-  std::string problem_;
-};
 
 template <typename Filesystem, IoBackend backend>
 struct Combination {
@@ -216,10 +136,10 @@ TEST_CASE_TEMPLATE("device fault: a lost device answers EIO, to everybody, and c
   for (auto& request : requests) CHECK(request.delivery.wait() == -EIO);
   CHECK(run(*device, IoOp::Read, object.object, 0, data.size(), data.data()) == -EIO);
   CHECK(run(*device, IoOp::Read, device->object(object.id + 1000), 0, kBlock, data.data()) < 0);
-  CHECK(remove(*device, object.id) == -EIO);
+  CHECK(remove(*device, object.id) == EIO);
   int created = 0;
   for (int i = 0; i < 3 && created == 0; ++i) created = create(*device).error;
-  CHECK(created == -EIO);
+  CHECK(created == EIO);
   CHECK(device->statistics().errors >= requests.size() + 4);
   device->close();
 }
@@ -242,7 +162,7 @@ TEST_CASE_TEMPLATE("device fault: read-only, objects can still be read", T, ALL_
   // A filesystem with files open for writing cannot be remounted: turn it before any is.
   const auto device = open_device(config);
   REQUIRE(fixture.mount.remount_read_only());
-  CHECK(create(*device).error == -EROFS);
+  CHECK(create(*device).error == EROFS);
   const ObjectRef object = device->object(id);
   AlignedBuffer read(data.size());
   CHECK(run(*device, IoOp::Read, object, 0, read.size(), read.data()) == 0);
@@ -254,7 +174,7 @@ TEST_CASE_TEMPLATE("device fault: read-only, objects can still be read", T, ALL_
     CHECK(run(*device, IoOp::Punch, object, 0, kBlock) == -EROFS);
   }
   CHECK(run(*device, IoOp::Flush, object, 0, 0) == 0);
-  CHECK(remove(*device, id) == -EROFS);
+  CHECK(remove(*device, id) == EROFS);
   device->close();
 
   // And a device that is read-only from the start is refused.

@@ -19,6 +19,8 @@ struct EngineOptions {
   int devices = 2;
   uint64_t chunk_bytes = 256 * 1024;
   uint64_t slots = 32;
+  std::vector<std::string> paths =
+      {};  // of the first devices; temporary directories for the others
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -145,7 +147,10 @@ class EngineFixture {
   void open() {
     EngineConfig config;
     for (int i = 0; i < options_.devices; ++i) {
-      const std::string path = directory_.path() + "/" + std::to_string(i);
+      const auto index = static_cast<size_t>(i);
+      const std::string path = index < options_.paths.size()
+                                   ? options_.paths[index]
+                                   : directory_.path() + "/" + std::to_string(i);
       std::filesystem::create_directories(path);
       config.devices.emplace_back(static_cast<uint16_t>(i), path);
     }

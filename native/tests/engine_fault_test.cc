@@ -1,0 +1,111 @@
+// Real faults under a whole engine: a device that is lost, one that is full.
+#include <doctest/doctest.h>
+
+#include <cerrno>
+#include <chrono>
+#include <random>
+#include <string>
+
+#include "engine_fixture.h"
+#include "loop_mount.h"
+
+namespace fpfs {
+namespace {
+
+using testing::EngineFixture;
+using testing::EngineOptions;
+using testing::Ext4;
+using testing::LoopMount;
+using testing::Xfs;
+
+constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
+
+std::string random_bytes(size_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::string bytes(count, '\0');
+  for (char& byte : bytes) byte = static_cast<char>(random());
+  return bytes;
+}
+
+uint64_t log_lines(Engine& engine, const std::string& part) {
+  uint64_t count = 0;
+  for (const Event& event : engine.take_events()) {
+    const auto* line = std::get_if<LogEvent>(&event);
+    count += line != nullptr && line->message.find(part) != std::string::npos ? 1 : 0;
+  }
+  return count;
+}
+
+TEST_CASE("engine fault: what a lost device does not take goes to another one") {
+  LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
+  if (!mount.ready()) return;
+  EngineOptions options;
+  options.paths = {mount.path()};
+  EngineFixture fixture(options);
+  const auto file = fixture.load(1);
+  REQUIRE(mount.shut_down());
+  const std::string bytes = random_bytes(4 * kPieceBytes, 1);
+  CHECK(fixture.write(*file, 0, bytes) == 0);
+  CHECK(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, 0, bytes.size()) == bytes);
+  CHECK(fixture.engine().device_failed(0));
+  CHECK_FALSE(fixture.engine().device_failed(1));
+  CHECK(log_lines(fixture.engine(), "device 0") >= 1);
+
+  // The next file does not even try.
+  const auto next = fixture.load(2);
+  CHECK(fixture.write(*next, 0, bytes) == 0);
+  CHECK(fixture.commit(*next, true) == 0);
+  CHECK(fixture.read(*next, 0, bytes.size()) == bytes);
+}
+
+TEST_CASE("engine fault: with the only device lost the writer learns of it") {
+  LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
+  if (!mount.ready()) return;
+  EngineOptions options;
+  options.devices = 1;
+  options.paths = {mount.path()};
+  EngineFixture fixture(options);
+  const auto file = fixture.load(1);
+  REQUIRE(mount.shut_down());
+  const std::string bytes = random_bytes(kPieceBytes, 2);
+  int error = 0;
+  for (uint64_t at = 0; error == 0 && at < 64 * kPieceBytes; at += kPieceBytes) {
+    error = fixture.write(*file, at, bytes);
+  }
+  CHECK(error == EIO);
+}
+
+TEST_CASE("engine fault: a full device refuses the write, keeps what it took, and recovers") {
+  LoopMount mount(Ext4::name, Ext4::make, Ext4::image_bytes);
+  if (!mount.ready()) return;
+  EngineOptions options;
+  options.devices = 1;
+  options.paths = {mount.path()};
+  EngineFixture fixture(options);
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(kPieceBytes, 3);
+  uint64_t taken = 0;
+  int error = 0;
+  while ((error = fixture.write(*file, taken, bytes)) == 0) taken += kPieceBytes;
+  CHECK(error == ENOSPC);
+  CHECK(taken > 8 * kPieceBytes);
+
+  CHECK(fixture.commit(*file, false) == 0);
+  for (uint64_t at = 0; at < taken; at += kPieceBytes) {
+    REQUIRE(fixture.read(*file, at, kPieceBytes) == bytes);
+  }
+  // Space given back is used again; the filesystem may need a moment for it.
+  CHECK(fixture.truncate(*file, kPieceBytes) == 0);
+  CHECK(fixture.commit(*file, false) == 0);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  do {
+    error = fixture.write(*file, kPieceBytes, bytes);
+  } while (error == ENOSPC && std::chrono::steady_clock::now() < deadline);
+  CHECK(error == 0);
+  CHECK(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, kPieceBytes, kPieceBytes) == bytes);
+}
+
+}  // namespace
+}  // namespace fpfs
