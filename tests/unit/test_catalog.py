@@ -299,7 +299,7 @@ def fill(folder: Path) -> None:
             while True:
                 filler.write(bytes(65536))
         except OSError as error:
-            assert error.errno == errno.ENOSPC - how many writes fit is not known
+            assert error.errno == errno.ENOSPC  # how many writes fit is not known
 
 
 async def store_until_full(catalog: Catalog, *, first: int) -> int:
