@@ -5,6 +5,7 @@
 #include <chrono>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "engine_fixture.h"
 #include "loop_mount.h"
@@ -57,6 +58,42 @@ TEST_CASE("engine fault: what a lost device does not take goes to another one") 
   CHECK(fixture.write(*next, 0, bytes) == 0);
   CHECK(fixture.commit(*next, true) == 0);
   CHECK(fixture.read(*next, 0, bytes.size()) == bytes);
+}
+
+TEST_CASE("engine fault: staged bytes whose device is lost are written to another one") {
+  LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
+  if (!mount.ready()) return;
+  EngineOptions options;
+  options.paths = {mount.path()};
+  EngineFixture fixture(options);
+  const auto file = fixture.load(2);  // its first chunk belongs to device 0
+  const std::string bytes = random_bytes(100 * 1000, 4);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);  // space is allocated there, nothing written yet
+  REQUIRE(mount.shut_down());
+  CHECK(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, 0, bytes.size()) == bytes);
+  CHECK(fixture.engine().device_failed(0));
+  CHECK(log_lines(fixture.engine(), "its bytes go to device 1") == 1);
+}
+
+TEST_CASE("engine fault: bytes lost with a device before their flush are not committed") {
+  LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
+  if (!mount.ready()) return;
+  EngineOptions options;
+  options.paths = {mount.path()};
+  EngineFixture fixture(options);
+  const auto file = fixture.load(2);
+  const auto other = fixture.load(3);
+  const std::string bytes = random_bytes(options.chunk_bytes, 5);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);  // a whole chunk: it goes to device 0 at once
+  Device* device = fixture.engine().device(0);
+  while (device->statistics().bytes_written < bytes.size()) std::this_thread::yield();
+  REQUIRE(mount.shut_down());
+  CHECK(fixture.commit(*file, false) == EIO);
+  // A file that had nothing there goes on.
+  CHECK(fixture.write(*other, 0, bytes) == 0);
+  CHECK(fixture.commit(*other, true) == 0);
+  CHECK(fixture.read(*other, 0, bytes.size()) == bytes);
 }
 
 TEST_CASE("engine fault: with the only device lost the writer learns of it") {
