@@ -1,0 +1,251 @@
+"""Devices that fail under a mount: errors reach who wrote, everything else goes on.
+
+`FaultyDevices.fail` lets every access to a device's disk end with EIO; `make_read_only` lets ext4
+find an error in itself. What lies there is unreadable until the device is repaired, which the tests
+do before they compare what a new mount shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.lab import unavailable_reason
+from fpfs.testing.mounted import CommandFailed, Mount
+from tests.support.contents import assert_same, random_bytes
+from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason(throttled=False) is not None,
+    reason=unavailable_reason(throttled=False) or "",
+)
+
+BOUND_S = 30
+"""Within which every call on a broken mount ends."""
+
+PIECE = random_bytes(MEBIBYTE, seed=21)
+OLD = random_bytes(8 * MEBIBYTE, seed=22)
+NEW = random_bytes(12 * MEBIBYTE + 5, seed=23)
+
+Break = Callable[[FaultyDevices, int], None]
+WAYS = {
+    "xfs-eio": (Filesystem.XFS, FaultyDevices.fail),
+    "ext4-eio": (Filesystem.EXT4, FaultyDevices.fail),
+    "ext4-read-only": (Filesystem.EXT4, FaultyDevices.make_read_only),
+}
+CODES = (errno.EIO, errno.EROFS)
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+def breakable(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Mount, FaultyDevices, Break]]:
+    """A mount on two devices, and a way to break one."""
+    filesystem, break_device = request.param
+    with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
+        mount.expect_log("")  # what is logged is looked at by each test
+        yield mount, devices, break_device
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Fail when what is done here takes long."""
+    started_s = time.monotonic()
+    yield
+    assert time.monotonic() - started_s < BOUND_S
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Create a file, write, fsync."""
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), MEBIBYTE):
+            file.write(content[start : start + MEBIBYTE])
+        os.fsync(file.fileno())
+
+
+def unmount_with_losses(mount: Mount) -> str:
+    """Unmount a filesystem that cannot keep everything; returns what the command says."""
+    with bounded(), pytest.raises(CommandFailed) as failed:
+        mount.unmount()
+    assert mount.entry() is None
+    mount.forget()
+    return str(failed.value)
+
+
+def test_new_writes_go_to_the_device_that_lives(
+    breakable: tuple[Mount, FaultyDevices, Break],
+) -> None:
+    mount, devices, break_device = breakable
+    (mount.root / "small").write_bytes(b"small")
+    mount.flush()
+    break_device(devices, 1)
+    with bounded():
+        write_durably(mount.root / "new", NEW)
+        assert_same((mount.root / "new").read_bytes(), NEW)
+        write_durably(mount.root / "second", OLD)
+        assert (mount.root / "small").read_bytes() == b"small"
+        assert "failed" in mount.status().devices[1].error
+        assert mount.status().devices[0].error == ""
+        mount.unmount()
+    assert "device 1 failed" in mount.log_text()
+    devices.repair(1)
+    mount.mount()
+    assert_same((mount.root / "new").read_bytes(), NEW)
+    assert_same((mount.root / "second").read_bytes(), OLD)
+    assert (mount.root / "small").read_bytes() == b"small"
+
+
+def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        mount.expect_log("")
+        (mount.root / "old").write_bytes(OLD)
+        mount.remount()  # so that no page of it is cached
+        devices.fail(1)
+        fd = os.open(mount.root / "old", os.O_RDONLY)
+        try:
+            outcomes = [read_chunk(fd, number) for number in range(8)]
+        finally:
+            os.close(fd)
+        assert outcomes.count("eio") == 4
+        assert outcomes.count("right") == 4
+        assert mount.status().devices[1].error == "cannot be read: Input/output error"
+        mount.unmount()
+        devices.repair(1)
+        mount.mount()
+        assert_same((mount.root / "old").read_bytes(), OLD)
+
+
+def read_chunk(fd: int, number: int) -> str:
+    """Read one chunk of OLD: right, or EIO; anything else fails."""
+    try:
+        found = os.pread(fd, MEBIBYTE, number * MEBIBYTE)
+    except OSError as error:
+        assert error.errno == errno.EIO
+        return "eio"
+    assert_same(found, OLD[number * MEBIBYTE :][:MEBIBYTE])
+    return "right"
+
+
+def test_a_version_that_cannot_be_kept_is_reported_and_the_previous_one_stays(
+    tmp_path: Path,
+) -> None:
+    """Its new bytes need the rest of a block that lies on the dead device."""
+    with faulty_mount(tmp_path) as (mount, devices):
+        mount.expect_log("")
+        (mount.root / "file").write_bytes(OLD)
+        (mount.root / "other").write_bytes(b"other")
+        mount.flush()
+        devices.fail(1)
+        with bounded():
+            fd = os.open(mount.root / "file", os.O_RDWR)
+            for number in range(8):
+                os.pwrite(fd, b"new", number * MEBIBYTE + 100)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.fsync(fd)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.fsync(fd)  # nothing has changed: the bytes are still not durable
+            os.close(fd)  # each handle hears of an error once
+            assert [read_new(mount.root / "file", number) for number in range(8)].count(False) == 4
+            write_durably(mount.root / "elsewhere", NEW)
+            failures = mount.flush().failures
+            assert ["keeps its previous version" in each.message for each in failures] == [True]
+        assert "keeps its previous version" in unmount_with_losses(mount)
+        devices.repair(1)
+        mount.mount()
+        assert_same((mount.root / "file").read_bytes(), OLD)
+        assert_same((mount.root / "elsewhere").read_bytes(), NEW)
+        assert (mount.root / "other").read_bytes() == b"other"
+
+
+def read_new(path: Path, number: int) -> bool:
+    """Whether the three bytes that were written last can be read; wrong ones fail."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            found = os.pread(file.fileno(), 3, number * MEBIBYTE + 100)
+        except OSError as error:
+            assert error.errno == errno.EIO
+            return False
+    assert found == b"new"
+    return True
+
+
+def test_close_reports_what_nothing_else_did(tmp_path: Path) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        mount.expect_log("")
+        (mount.root / "file").write_bytes(OLD)
+        mount.flush()
+        fd = os.open(mount.root / "file", os.O_RDWR)
+        second = os.open(mount.root / "file", os.O_RDWR)
+        devices.fail(1)
+        os.pwrite(fd, b"new", MEBIBYTE + 100)
+        os.pwrite(fd, b"new", 100)
+        mount.flush()  # the background has met the error now
+        with pytest.raises(OSError, match="Input/output error"):
+            os.close(fd)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.pwrite(second, b"more", 0)
+        os.close(second)
+        unmount_with_losses(mount)
+        devices.repair(1)
+        mount.mount()
+        assert_same((mount.root / "file").read_bytes(), OLD)
+
+
+def test_the_device_of_the_catalog_fails(
+    breakable: tuple[Mount, FaultyDevices, Break],
+) -> None:
+    """Without the catalog nothing new is kept; every call ends, and what was durable stays."""
+    mount, devices, break_device = breakable
+    write_durably(mount.root / "old", OLD)
+    (mount.root / "folder").mkdir()
+    mount.flush()
+    fd = os.open(mount.root / "old", os.O_RDWR)
+    break_device(devices, 0)
+    with bounded():
+        os.pwrite(fd, PIECE, 0)
+        with pytest.raises(OSError, match="Input/output error|Read-only file system") as failed:
+            os.fsync(fd)
+        assert failed.value.errno in CODES
+        os.close(fd)
+        for change in (
+            lambda: (mount.root / "other").mkdir(),
+            lambda: (mount.root / "new").write_bytes(NEW),
+            lambda: (mount.root / "old").unlink(),
+        ):
+            with pytest.raises(OSError, match="Input/output error|Read-only file system"):
+                change()
+        assert mount.status().devices[0].error != ""
+    said = unmount_with_losses(mount)
+    assert "keeps its previous version" in said
+    devices.repair(0)
+    mount.mount()
+    assert_same((mount.root / "old").read_bytes(), OLD)
+    assert sorted(os.listdir(mount.root)) == ["folder", "old"]
+
+
+def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None:
+    mount, devices, break_device = breakable
+    write_durably(mount.root / "old", OLD)
+    mount.flush()
+    fd = os.open(mount.root / "old", os.O_RDWR)
+    os.pwrite(fd, b"staged", 100)
+    for number in range(2):
+        break_device(devices, number)
+    with bounded():
+        with pytest.raises(OSError, match="Input/output error|Read-only file system"):
+            os.pwrite(fd, PIECE, MEBIBYTE)  # there is no place for it: nothing is acknowledged
+        with pytest.raises(OSError, match="Input/output error|Read-only file system"):
+            os.fsync(fd)
+        os.close(fd)
+        assert all(device.error for device in mount.status().devices)
+    assert "keeps its previous version" in unmount_with_losses(mount)
+    for number in range(2):
+        devices.repair(number)
+    mount.mount()
+    assert_same((mount.root / "old").read_bytes(), OLD)

@@ -1,0 +1,176 @@
+"""Full devices: ENOSPC comes from write(2), nothing acknowledged is lost, and freed space is used.
+
+The devices are small XFS and ext4 filesystems of the test's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.lab import unavailable_reason
+from fpfs.testing.mounted import Mount
+from tests.support.contents import assert_same, random_bytes
+from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason(throttled=False) is not None,
+    reason=unavailable_reason(throttled=False) or "",
+)
+
+RESERVE_BYTES = 8 * MEBIBYTE
+"""What the engine leaves free on each device."""
+
+ROOM_BYTES = 40 * MEBIBYTE
+GOES_ON_S = 10
+PIECES = [random_bytes(MEBIBYTE, seed=seed) for seed in range(7)]
+
+
+@pytest.fixture(params=Filesystem, ids=lambda filesystem: filesystem.value)
+def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Mount, FaultyDevices]]:
+    """A mount on two devices that are about to be full."""
+    with faulty_mount(tmp_path, filesystem=request.param) as (mount, devices):
+        for number in range(2):
+            devices.fill(number, leave_bytes=ROOM_BYTES)
+        yield mount, devices
+
+
+def piece(number: int) -> bytes:
+    """The content of the mebibyte `number` of a file that `fill` wrote."""
+    return PIECES[number % len(PIECES)]
+
+
+def fill(fd: int, *, first: int = 0) -> int:
+    """Write until write(2) refuses for want of space; returns the mebibytes acknowledged."""
+    count = first
+    while True:
+        try:
+            assert os.write(fd, piece(count)) == MEBIBYTE
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            assert error.strerror == "No space left on device"
+            return count
+        count += 1
+
+
+def write_within(fd: int, data: bytes, *, seconds: float) -> None:
+    """Write, trying again for a while as long as there is no space."""
+    deadline_s = time.monotonic() + seconds
+    while True:
+        try:
+            assert os.write(fd, data) == len(data)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or time.monotonic() > deadline_s:
+                raise
+        else:
+            return
+
+
+def assert_pieces(path: Path, count: int) -> None:
+    """Compare a file with what `fill` wrote."""
+    assert path.stat().st_size == count * MEBIBYTE
+    with path.open("rb") as file:
+        for number in range(count):
+            assert_same(file.read(MEBIBYTE), piece(number))
+
+
+def test_a_full_mount_refuses_in_write_and_goes_on_after_an_unlink(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    mount, devices = small
+    other = random_bytes(5 * MEBIBYTE + 17, seed=11)
+    (mount.root / "other").write_bytes(other)
+    (mount.root / "victim").write_bytes(random_bytes(16 * MEBIBYTE, seed=12))
+    mount.flush()
+    fd = os.open(mount.root / "file", os.O_WRONLY | os.O_CREAT)
+    try:
+        count = fill(fd)
+        assert count > 16
+        os.fsync(fd)  # what was acknowledged has its place: no error comes later
+        assert_same((mount.root / "other").read_bytes(), other)
+        free_bytes = [devices.free_bytes(number) for number in range(2)]
+        figures = os.statvfs(mount.root)
+        assert abs(figures.f_bavail * figures.f_frsize - sum(free_bytes)) < MEBIBYTE
+        assert max(free_bytes) < RESERVE_BYTES + 2 * MEBIBYTE
+        (mount.root / "victim").unlink()
+        write_within(fd, piece(count), seconds=GOES_ON_S)
+        full_again = fill(fd, first=count + 1)
+        assert full_again >= count + 8
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    mount.remount()
+    assert_pieces(mount.root / "file", full_again)
+    assert_same((mount.root / "other").read_bytes(), other)
+    assert sorted(os.listdir(mount.root)) == ["file", "other"]
+
+
+def test_overwriting_needs_space_for_both_and_loses_nothing(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    mount, _ = small
+    before = random_bytes(40 * MEBIBYTE, seed=13)
+    path = mount.root / "file"
+    path.write_bytes(before)
+    mount.flush()
+    fd = os.open(path, os.O_RDWR)
+    try:
+        # What was allocated ahead of the first version may be on its way back.
+        write_within(fd, piece(0), seconds=GOES_ON_S)
+        count = fill(fd, first=1)
+        assert count < 40
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    mount.remount()
+    found = path.read_bytes()
+    assert len(found) == len(before)
+    for number in range(count):
+        assert_same(found[number * MEBIBYTE :][:MEBIBYTE], piece(number))
+    assert_same(found[count * MEBIBYTE :], before[count * MEBIBYTE :])
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_one_full_device_leaves_the_other(tmp_path: Path, full: int) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        devices.fill(full, leave_bytes=RESERVE_BYTES)
+        written_before = mount.status().devices[1 - full].bytes_written
+        fd = os.open(mount.root / "file", os.O_WRONLY | os.O_CREAT)
+        try:
+            for number in range(48):
+                assert os.write(fd, piece(number)) == MEBIBYTE
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        written = mount.status().devices[1 - full].bytes_written - written_before
+        assert written >= 48 * MEBIBYTE
+        mount.remount()
+        assert_pieces(mount.root / "file", 48)
+
+
+def test_unlink_on_devices_that_others_filled_to_the_last_block(tmp_path: Path) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        mount.expect_log("")  # whether the catalog needs its reserve depends on its log's length
+        (mount.root / "victim").write_bytes(random_bytes(24 * MEBIBYTE, seed=14))
+        (mount.root / "other").write_bytes(piece(0))
+        mount.flush()
+        for number in range(2):
+            devices.fill(number, leave_bytes=0)
+        with pytest.raises(OSError, match="No space left on device") as refused:
+            (mount.root / "new").write_bytes(piece(1) * 4)
+        assert refused.value.errno == errno.ENOSPC
+        (mount.root / "victim").unlink()
+        with (mount.root / "after").open("wb", buffering=0) as file:
+            write_within(file.fileno(), piece(2), seconds=GOES_ON_S)
+        assert_same((mount.root / "other").read_bytes(), piece(0))
+        for number in range(2):
+            devices.empty(number)
+        mount.remount()
+        assert_same((mount.root / "after").read_bytes(), piece(2))
+        assert_same((mount.root / "other").read_bytes(), piece(0))
+        assert not (mount.root / "victim").exists()
