@@ -20,7 +20,7 @@ def device_statuses(
 
 
 def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
-    error = "failed: new chunks avoid it" if figures.get("failed") else ""
+    troubles = ["failed: new chunks avoid it"] if figures.get("failed") else []
     bytes_used = bytes_free = bytes_total = 0
     try:
         filesystem = os.statvfs(device.path)
@@ -28,11 +28,11 @@ def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> Devic
         bytes_total = filesystem.f_blocks * filesystem.f_frsize
         bytes_used = allocated_bytes(device.objects_path)
     except OSError as problem:
-        error = f"cannot be read: {problem.strerror}"
+        troubles.append(f"cannot be read: {problem.strerror}")
     return DeviceStatus(
         number=device.number,
         path=device.path,
-        error=error,
+        error="; ".join(troubles),
         bytes_used=bytes_used,
         bytes_free=bytes_free,
         bytes_total=bytes_total,
