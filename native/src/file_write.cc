@@ -166,12 +166,22 @@ void File::give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) {
 // Blocks of the slot, this piece included, that have no place on the device yet.
 uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks) {
   const uint64_t first = piece.chunk * (placement_.chunk_bytes / kBlockBytes);
+  const auto chain = chains_.find(piece.chunk);
+  // Whether an earlier slot fills the block's preallocated place before this one gets there.
+  const auto on_its_way = [&](uint64_t b) {
+    mutex_.assert_held();
+    if (chain == chains_.end()) return false;
+    const auto begin = static_cast<uint32_t>(b * kBlockBytes);
+    return std::any_of(chain->second.begin(), chain->second.end(), [&](const Slot* slot) {
+      return slot != piece.slot && slot->ranges.intersects(begin, begin + kBlockBytes);
+    });
+  };
   const auto mark = [&](uint32_t begin, uint32_t end) {
     mutex_.assert_held();
     for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
       Extent extent;
       if (piece.slot->reserved[b]) continue;
-      if (map_.find(first + b, &extent) && extent.place.unwritten) continue;
+      if (map_.find(first + b, &extent) && extent.place.unwritten && !on_its_way(b)) continue;
       blocks->set(b);
     }
   };

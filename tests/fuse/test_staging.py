@@ -6,6 +6,7 @@ full for as long as the test wants. The first device holds the catalog and stays
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import resource
@@ -231,3 +232,33 @@ def test_names_are_served_while_staging_is_full(frozen_lab: tuple[Mount, Freezer
             assert reader.read(1000) == b"x" * 1000
         child.kill()
     freezer.thaw()
+
+
+@needs_lab
+def test_rewrite_of_preallocated_blocks_on_their_way(frozen_lab: tuple[Mount, Freezer]) -> None:
+    """The second write finds the promised places taken by the first, and needs places of its own.
+
+    The log of the server tells when it had none (`mounted` fails on warnings).
+    """
+    mount, freezer = frozen_lab
+    path = mount.root / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, 4 * MEBIBYTE)
+    os.close(fd)
+    mount.remount()  # what was preallocated beyond the file is given back
+    fd = os.open(path, os.O_RDWR)
+    freezer.freeze()
+    os.pwrite(fd, random_bytes(4 * MEBIBYTE, seed=1), 0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        second = random_bytes(4 * MEBIBYTE - 70_000, seed=2)
+        rewrite = pool.submit(os.pwrite, fd, second, 0)
+        concurrent.futures.wait([rewrite], timeout=1)  # it may wait for space on the device
+        freezer.thaw()
+        assert rewrite.result() == len(second)
+    os.fsync(fd)
+    os.close(fd)
+    tail = random_bytes(4 * MEBIBYTE, seed=1)[-70_000:]
+    expected = second + tail
+    assert_same(path.read_bytes(), expected)
+    mount.remount()
+    assert_same(path.read_bytes(), expected)
