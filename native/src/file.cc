@@ -150,6 +150,22 @@ void File::record_error(int error, const std::string& what) {
   plane_.log(40, "inode " + std::to_string(ino_) + ": " + what + ": " + std::strerror(error));
 }
 
+// Takes a device out of use for errors that are its own. Space, missing objects and descriptors are
+// no verdict on it.
+void File::blame(uint16_t device, int error) {
+  switch (error) {
+    case EIO:
+    case EROFS:
+    case ENXIO:
+    case ENODEV:
+    case ESHUTDOWN:
+    case EUCLEAN:
+      return plane_.mark_device_failed(device, error);
+    default:
+      return;
+  }
+}
+
 void File::publish(Slot* slot, arena::SlotState state) {
   plane_.arena().publish(slot, state, ino_, placement_.chunk_bytes, size_, mtime_ns_);
 }

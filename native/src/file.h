@@ -200,6 +200,10 @@ class File : public std::enable_shared_from_this<File> {
   void detach(Slot* slot) REQUIRES(mutex_);
   void release_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void record_error(int error, const std::string& what) REQUIRES(mutex_);
+  // Why new blocks cannot go to a device, as far as this file knows (0: they can).
+  int trouble_with(uint16_t device) REQUIRES(mutex_);
+  void blame(uint16_t device, int error);
+  bool lost(uint64_t begin, uint64_t end) REQUIRES(mutex_);
   void publish(Slot* slot, arena::SlotState state) REQUIRES(mutex_);
 
   // file_write.cc
@@ -311,6 +315,8 @@ class File : public std::enable_shared_from_this<File> {
   int error_ GUARDED_BY(mutex_) = 0;
   uint64_t error_count_ GUARDED_BY(mutex_) = 0;
   int drain_error_ GUARDED_BY(mutex_) = 0;  // since the last barrier
+  // Byte ranges that were acknowledged and could be kept nowhere: reading them is EIO.
+  std::vector<std::pair<uint64_t, uint64_t>> lost_ GUARDED_BY(mutex_);
 };
 
 struct File::Appender {

@@ -159,6 +159,9 @@ void File::fetched(SlotIo* io, int result, Actions& actions) {
   Slot* slot = io->slot;
   if (result != 0) {
     slot->io_error = -result;
+    plane_.log(40, "inode " + std::to_string(ino_) + ": reading from device " +
+                       std::to_string(io->extent.place.device) +
+                       " what a write leaves of a block failed: " + std::strerror(-result));
   } else {
     const uint64_t chunk_first = slot->chunk * (placement_.chunk_bytes / kBlockBytes);
     const auto index = io->extent.block - chunk_first;
@@ -286,10 +289,7 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
   Slot* slot = io->slot;
   const uint16_t failed = io->extent.place.device;
   io->tried.push_back(failed);
-  // Space and missing objects are no verdict on the device.
-  if (result != -ENOSPC && result != -EDQUOT && result != -ENOENT) {
-    plane_.mark_device_failed(failed, -result);
-  }
+  blame(failed, -result);
   for (const uint16_t number : placement_.devices) {
     const bool tried = std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
     Device* device = plane_.device(number);
@@ -337,6 +337,10 @@ void File::finish_slot(Slot* slot, Actions& actions) {
   if (slot->io_error != 0) {
     record_error(slot->io_error, "staged bytes could be written to no device");
     for (const Extent& extent : slot->written) garbage_.push_back(extent);
+    const uint64_t start = slot->chunk * placement_.chunk_bytes;
+    for (const auto& range : slot->ranges.all()) {
+      lost_.emplace_back(start + range.begin, start + range.end);
+    }
   } else {
     adopt(slot->written);
   }

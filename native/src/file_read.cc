@@ -103,6 +103,11 @@ void File::plan_overlays(ReadJob* job, uint64_t begin, uint64_t end) {
   }
 }
 
+bool File::lost(uint64_t begin, uint64_t end) {
+  return std::any_of(lost_.begin(), lost_.end(),
+                     [&](const auto& range) { return range.first < end && begin < range.second; });
+}
+
 void File::read(ReadJob* job) {
   Actions actions;
   {
@@ -112,7 +117,9 @@ void File::read(ReadJob* job) {
     job->length = job->offset >= size_ ? 0 : std::min<uint64_t>(job->length, size_ - job->offset);
     job->base = job->offset / kIoAlignment * kIoAlignment;
     const uint64_t end = job->offset + job->length;
-    if (job->length > 0 && inline_mode_) {
+    if (lost(job->offset, end)) {
+      job->error = EIO;
+    } else if (job->length > 0 && inline_mode_) {
       std::memset(job->buffer, 0, end - job->base);
       if (job->base < inline_.size()) {
         std::memcpy(job->buffer, inline_.data() + job->base,
@@ -121,7 +128,7 @@ void File::read(ReadJob* job) {
     } else if (job->length > 0) {
       plan_extents(job, job->base, (end + kIoAlignment - 1) / kIoAlignment * kIoAlignment, actions);
     }
-    if (job->length > 0) plan_overlays(job, job->offset, end);
+    if (job->length > 0 && job->error == 0) plan_overlays(job, job->offset, end);
   }
   actions.run();
   job->part_done(0);

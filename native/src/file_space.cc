@@ -39,6 +39,12 @@ uint16_t File::device_for(uint64_t chunk) {
   return placement_.devices[(placement_.first + chunk) % width];
 }
 
+int File::trouble_with(uint16_t device) {
+  if (plane_.device_failed(device)) return EIO;
+  const auto it = appenders_.find(device);
+  return it == appenders_.end() ? 0 : it->second->error;
+}
+
 File::Appender& File::appender(uint16_t device) {
   std::shared_ptr<Appender>& entry = appenders_[device];
   if (entry == nullptr) {
@@ -90,6 +96,7 @@ void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, 
   {
     const MutexLock lock(mutex_);
     if (error != 0) {
+      blame(entry->device, error);
       entry->growing = false;
       entry->error = error;
       actions.add([this] { plane_.wake(); });
@@ -125,6 +132,7 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
   Actions actions;
   {
     const MutexLock lock(mutex_);
+    blame(entry->device, error);
     if (error != 0 && needed != 0 && blocks > needed) {
       entry->step_blocks = 1;
       submit_grow(entry, needed, needed, actions);  // nearly full: just what is needed
@@ -206,6 +214,7 @@ void File::shrink(uint64_t size, Actions& actions) {
   inline_mode_ = true;  // a new content begins, on objects of its own
   inline_.clear();
   drain_error_ = 0;
+  lost_.clear();
   for (auto it = appenders_.begin(); it != appenders_.end();) {
     it = it->second->growing ? std::next(it) : appenders_.erase(it);
   }

@@ -195,18 +195,14 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
 // Promises space on the devices for every block that the pieces touch.
 Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
   std::map<uint16_t, uint64_t> needed;
-  int error = 0;
   for (ChunkPiece& piece : pieces) {
-    const auto old = appenders_.find(piece.slot->device);
-    if (old != appenders_.end() && old->second->error != 0) {
+    if (trouble_with(piece.slot->device) != 0) {
       // No space there: the chunk goes to another device, with what was promised for it.
-      error = old->second->error;
-      old->second->reserved_blocks -= piece.slot->reserved.count();
+      appender(piece.slot->device).reserved_blocks -= piece.slot->reserved.count();
       piece.slot->reserved.reset();
       piece.slot->device = device_for(piece.chunk);
     }
-    if (appender(piece.slot->device).error != 0) {
-      error = appender(piece.slot->device).error;
+    if (const int error = trouble_with(piece.slot->device); error != 0) {
       for (auto& [device, entry] : appenders_) entry->error = 0;  // the next write tries again
       return Outcome::failed(error);
     }
