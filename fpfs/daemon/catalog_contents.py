@@ -63,9 +63,10 @@ def fetch_content(transaction: Transaction, ino: int) -> Content:
             raise DamagedData(f"inline content of inode {ino} fails its checksum")
         return Content(content, [])
     segments = []
-    for index, blob, crc in transaction.execute(
+    rows = transaction.execute(
         "SELECT segment, blob, crc FROM segments WHERE ino = ? ORDER BY segment", (ino,)
-    ):
+    ).fetchall()
+    for index, blob, crc in rows:
         if row_crc(ino, index, content=blob) != crc:
             raise DamagedData(f"layout segment {index} of inode {ino} fails its checksum")
         segments.append((index, blob))

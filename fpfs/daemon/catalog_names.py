@@ -326,11 +326,9 @@ def _place(
     """Move an entry of `directory` to a free place; a directory takes its ".." along."""
     new_directory, new_name = destination
     crosses = new_directory != directory
-    # An entry that comes into a directory gets a cookie behind all that readers have passed.
-    cookie = transaction.take_number() if crosses else moving.cookie
     transaction.execute(
-        "UPDATE names SET cookie = ?, parent = ?, name = ? WHERE cookie = ?",
-        (cookie, new_directory, new_name, moving.cookie),
+        "UPDATE names SET parent = ?, name = ? WHERE cookie = ?",
+        (new_directory, new_name, moving.cookie),
     )
     transaction.execute("UPDATE inodes SET ctime_ns = ? WHERE ino = ?", (now_ns, moving.ino))
     if moving.is_directory and crosses:
@@ -355,7 +353,7 @@ def _refuse_own_subtree(
         "WITH RECURSIVE up (ino) AS (VALUES (?) UNION "
         "SELECT i.parent FROM up JOIN inodes i ON i.ino = up.ino) SELECT ino FROM up",
         (destination,),
-    )
+    ).fetchall()
     if (moving.ino,) in ancestors:
         raise InvalidOperation(f"directory {moving.ino} cannot be moved below itself")
 

@@ -51,7 +51,11 @@ LOG_BYTES_MAX = 64 * 1024 * 1024
 
 
 class Transaction:
-    """What an operation gets: SQL, and fresh numbers."""
+    """What an operation gets: SQL, and fresh numbers.
+
+    An operation fetches all rows it asks for before it may raise: a statement that is left in the
+    middle, kept alive by the error's traceback, holds up checkpoints.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         """Start behind the numbers that the database says may be in use."""

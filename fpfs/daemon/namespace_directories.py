@@ -1,8 +1,8 @@
 """Open directories: listing with offsets that stay right while entries come and go.
 
 Invariants:
-  * An entry's offset is its cookie, which never changes while it stays in its directory and is
-    larger than that of every entry that was there before: an entry that stays is listed once.
+  * An entry's offset is its cookie, which it keeps under every name and in every directory, and
+    which no other entry ever has: an entry that stays is listed once.
 
 Concurrency: trio thread only. Entries of one batch are taken from one state of the catalog, and
 their inodes are held until the front end has taken its references.

@@ -49,7 +49,15 @@ class Operation(msgspec.Struct, frozen=True):
     number: int
 
 
-paths = st.lists(st.sampled_from(NAMES), min_size=1, max_size=2).map("/".join)
+START = (
+    Operation("mkdir", "a", "", 0),
+    Operation("mkdir", "a/a", "", 0),
+    Operation("write", "a/b", "", 1),
+    Operation("write", "b", "", 5),
+)
+"""What every sequence starts with, so that most operations find something."""
+
+paths = st.sampled_from([*NAMES, *(f"a/{name}" for name in NAMES), "c/a", "a/a/a"])
 operations = st.builds(
     Operation,
     st.sampled_from(WHAT),
@@ -378,7 +386,7 @@ async def compare(steps: list[Operation], *, crash: bool) -> None:
         devices = MemoryDevices()
         async with rig(ours, devices=devices) as mount:
             under = Under(mount)
-            for op in steps:
+            for op in (*START, *steps):
                 await step(op, under, kernel)
             assert await under.tree() == kernel.tree()
             for fd in kernel.held:
@@ -409,7 +417,7 @@ async def check_nothing_leaks(mount: Rig, devices: MemoryDevices) -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(steps=st.lists(operations, max_size=40), crash=st.booleans())
+@given(steps=st.lists(operations, min_size=10, max_size=40), crash=st.booleans())
 def test_the_namespace_does_what_a_kernel_filesystem_does(
     steps: list[Operation], crash: bool
 ) -> None:
