@@ -235,6 +235,8 @@ def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None
     mount.flush()
     fd = os.open(mount.root / "old", os.O_RDWR)
     os.pwrite(fd, b"staged", 100)
+    fresh = os.open(mount.root / "fresh", os.O_RDWR | os.O_CREAT)
+    os.pwrite(fresh, PIECE[:100_000], 0)
     for number in range(2):
         break_device(devices, number)
     with bounded():
@@ -243,6 +245,11 @@ def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None
         with pytest.raises(OSError, match="Input/output error|Read-only file system"):
             os.fsync(fd)
         os.close(fd)
+        with pytest.raises(OSError, match="Input/output error|Read-only file system"):
+            os.fsync(fresh)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.pread(fresh, 100_000, 0)  # acknowledged and lost: not the zeros of a hole
+        os.close(fresh)
         assert all(device.error for device in mount.status().devices)
     assert "keeps its previous version" in unmount_with_losses(mount)
     for number in range(2):
