@@ -23,7 +23,13 @@ from fpfs.core.options import MountOptions
 from fpfs.core.refusal import Refused
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import abort_connection, check_mountpoint, check_outside, unmount
-from fpfs.daemon.places import ARENA_FOLDER, default_device, default_log, make_runtime_folder
+from fpfs.daemon.places import (
+    ARENA_FOLDER,
+    default_device,
+    default_log,
+    make_runtime_folder,
+    remove_dead_sockets,
+)
 
 EXIT_S = 10
 """How long a server that has closed everything may take to leave."""
@@ -88,6 +94,7 @@ def prepare(
     chosen = _chosen_devices([*devices, *options.devices])
     log_path = os.path.realpath(log) if log else ""
     runtime_folder = make_runtime_folder(asked=asked)
+    remove_dead_sockets(runtime_folder)
     covered = [("device directory", path) for path in chosen]
     covered += [("log", log_path)] if log_path else []
     covered += [("staging arena", ARENA_FOLDER), ("control socket", runtime_folder)]

@@ -6,14 +6,20 @@ refused when they turn out to belong to somebody else, since /tmp is everybody's
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
+import time
 from pathlib import Path
 
 from fpfs.core.control import runtime_folders
 from fpfs.core.refusal import Refused
 
 ARENA_FOLDER = "/dev/shm"
+
+SOCKET_SETTLED_S = 60
+"""A socket younger than this may belong to a server that does not listen yet."""
 
 
 def _xdg(variable: str, default: str) -> str:
@@ -29,7 +35,7 @@ def default_device() -> str:
 
 def default_log(mountpoint: str) -> str:
     """The log of a mount that names none; the mountpoint is in its name."""
-    name = mountpoint.strip("/").replace("-", "--").replace("/", "-") + ".log"
+    name = mountpoint.strip("/").replace("%", "%25").replace("-", "%2d").replace("/", "-") + ".log"
     if os.geteuid() == 0:
         return os.path.join("/var/log/fpfs", name)
     return os.path.join(_xdg("XDG_STATE_HOME", ".local/state"), "fpfs", name)
@@ -63,3 +69,18 @@ def make_runtime_folder(*, asked: str) -> str:
         wrong=f"no folder for the control socket can be made (tried {tried})",
         remedy="set XDG_RUNTIME_DIR to a folder of yours",
     )
+
+
+def remove_dead_sockets(folder: str) -> None:
+    """Remove control sockets that nobody listens on: servers that were killed left them."""
+    for path in Path(folder).glob("*.sock"):
+        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - path.stat().st_mtime < SOCKET_SETTLED_S:
+                continue
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            except (BlockingIOError, PermissionError):
+                continue

@@ -1,0 +1,61 @@
+"""Places outside the device directories."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from fpfs.daemon.places import (
+    SOCKET_SETTLED_S,
+    default_device,
+    default_log,
+    make_runtime_folder,
+    remove_dead_sockets,
+)
+
+
+def bound(path: Path, *, listening: bool, age_s: float) -> socket.socket:
+    """A Unix socket at a path, as old as asked."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(path))
+    if listening:
+        made.listen(1)
+    moment_s = path.stat().st_mtime - age_s
+    os.utime(path, (moment_s, moment_s))
+    return made
+
+
+def test_only_sockets_that_nobody_listens_on_are_removed(tmp_path: Path) -> None:
+    old_s = 2 * SOCKET_SETTLED_S
+    (tmp_path / "other").touch()
+    living = bound(tmp_path / "living.sock", listening=True, age_s=old_s)
+    starting = bound(tmp_path / "starting.sock", listening=False, age_s=0)
+    dead = bound(tmp_path / "dead.sock", listening=True, age_s=old_s)
+    dead.close()
+    remove_dead_sockets(str(tmp_path))
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["living.sock", "other", "starting.sock"]
+    living.close()
+    starting.close()
+
+
+def test_users_places_follow_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert default_log("/mnt/my-ckpt") == f"{tmp_path}/.local/state/fpfs/mnt-my%2dckpt.log"
+    assert default_device() == f"{tmp_path}/.local/share/fpfs/default"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert default_device() == f"{tmp_path}/data/fpfs/default"
+
+
+def test_two_mountpoints_never_share_a_log() -> None:
+    paths = ("/a/b", "/a-b", "/a--b", "/a/-b", "/a-/b", "/a/b/c", "/a%2db")
+    assert len({default_log(path) for path in paths}) == len(paths)
+
+
+def test_the_runtime_folder_is_ours() -> None:
+    folder = make_runtime_folder(asked="mount")
+    assert os.stat(folder).st_uid == os.geteuid()
