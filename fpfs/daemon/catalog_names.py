@@ -359,12 +359,12 @@ def _refuse_own_subtree(
 
 
 def list_entries(
-    transaction: Transaction, directory: int, *, after_cookie: int, count: int
+    transaction: Transaction, directory: int, *, after_cookie: int, below_cookie: int, count: int
 ) -> list[Entry]:
-    """Return up to `count` entries behind a cookie, in the order of cookies."""
+    """Return up to `count` entries between two cookies, in the order of cookies."""
     rows = transaction.execute(
         f"SELECT n.cookie, n.name, {INODE_COLUMNS} FROM names n JOIN inodes i ON i.ino = n.ino "
-        "WHERE n.parent = ? AND n.cookie > ? ORDER BY n.cookie LIMIT ?",
-        (directory, after_cookie, count),
+        "WHERE n.parent = ? AND n.cookie > ? AND n.cookie < ? ORDER BY n.cookie LIMIT ?",
+        (directory, after_cookie, below_cookie, count),
     )
     return [Entry(row[0], row[1], InodeRow._make(row[2:])) for row in rows]

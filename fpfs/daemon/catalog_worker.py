@@ -75,6 +75,11 @@ class Transaction:
         self._next += 1
         return self._next - 1
 
+    @property
+    def number_bound(self) -> int:
+        """A number that all numbers taken so far are below, and all later ones are not."""
+        return self._next
+
     def rolled_back(self) -> None:
         """Write the counter again before the next number: its last change may be undone."""
         self._limit = self._next

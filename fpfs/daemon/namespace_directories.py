@@ -3,6 +3,8 @@
 Invariants:
   * An entry's offset is its cookie, which it keeps under every name and in every directory, and
     which no other entry ever has: an entry that stays is listed once.
+  * A listing ends where the directory ended when it began (or was rewound): one that makes an entry
+    for every entry it reads comes to an end.
 
 Concurrency: trio thread only. Entries of one batch are taken from one state of the catalog, and
 their inodes are held until the front end has taken its references.
@@ -36,6 +38,16 @@ class Listed(NamedTuple):
     inode: Inode
 
 
+class _Handle:
+    """An open directory, and the cookie below which its listing stays."""
+
+    __slots__ = ("inode", "listed_below")
+
+    def __init__(self, inode: Inode) -> None:
+        self.inode = inode
+        self.listed_below = 0
+
+
 class Directories:
     """All open directories."""
 
@@ -44,7 +56,7 @@ class Directories:
         self._catalog = catalog
         self._inodes = inodes
         self._commit = commit
-        self._handles: dict[int, Inode] = {}
+        self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(1)
 
     async def open(self, ino: int) -> int:
@@ -55,7 +67,7 @@ class Directories:
         inode.users += 1
         inode.handles += 1
         handle = next(self._numbers)
-        self._handles[handle] = inode
+        self._handles[handle] = _Handle(inode)
         return handle
 
     async def read(self, handle: int, offset: int, emit: Callable[[Listed], bool]) -> None:
@@ -63,7 +75,10 @@ class Directories:
 
         The kernel takes a reference of every entry that `emit` takes, but "." and "..".
         """
-        directory = self._opened(handle)
+        opened = self._opened(handle)
+        directory = opened.inode
+        if offset == 0 or not opened.listed_below:
+            opened.listed_below = await self._catalog.read(lambda t: t.number_bound)
         if offset < OFFSET_SELF and not emit(Listed(OFFSET_SELF, b".", directory)):
             return
         if offset < OFFSET_PARENT:
@@ -74,14 +89,20 @@ class Directories:
         wants_more = True
         while wants_more:
             # An empty batch ends the loop: there is nothing behind the offset.
-            offset, wants_more = await self._read_batch(directory, max(offset, 2), emit)
+            offset, wants_more = await self._read_batch(opened, max(offset, 2), emit)
 
     async def _read_batch(
-        self, directory: Inode, offset: int, emit: Callable[[Listed], bool]
+        self, opened: _Handle, offset: int, emit: Callable[[Listed], bool]
     ) -> tuple[int, bool]:
         """List one batch; returns the offset reached and whether to go on."""
         listed = await self._catalog.read(
-            lambda t: list_entries(t, directory.ino, after_cookie=offset, count=BATCH_ENTRIES),
+            lambda t: list_entries(
+                t,
+                opened.inode.ino,
+                after_cookie=offset,
+                below_cookie=opened.listed_below,
+                count=BATCH_ENTRIES,
+            ),
             apply=self._hold,
         )
         wants_more = len(listed) == BATCH_ENTRIES
@@ -111,7 +132,7 @@ class Directories:
 
     def release(self, handle: int) -> None:
         """Forget a handle."""
-        inode = self._opened(handle)
+        inode = self._opened(handle).inode
         del self._handles[handle]
         inode.handles -= 1
         self._inodes.release(inode)
@@ -121,8 +142,8 @@ class Directories:
         for handle in list(self._handles):
             self.release(handle)
 
-    def _opened(self, handle: int) -> Inode:
-        inode = self._handles.get(handle)
-        if inode is None:
+    def _opened(self, handle: int) -> _Handle:
+        opened = self._handles.get(handle)
+        if opened is None:
             raise StaleHandle(f"directory handle {handle} is not open")
-        return inode
+        return opened

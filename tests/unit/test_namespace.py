@@ -456,6 +456,36 @@ async def test_listing_is_stable_while_names_change(tmp_path: Path) -> None:
 
 
 @trio.testing.trio_test
+async def test_a_listing_ends_although_entries_are_added(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.make_directory("first")
+        handle = await mount.namespace.directories.open(ROOT)
+        listed: list[bytes] = []
+
+        async def page(offset: int) -> int:
+            """Read one entry; return its offset, or the old one at the end."""
+            taken: list[Listed] = []
+
+            def emit(entry: Listed) -> bool:
+                taken.append(entry)
+                return len(taken) < 2
+
+            await mount.namespace.directories.read(handle, offset, emit)
+            listed.extend(entry.name for entry in taken[:1])
+            return taken[0].offset if taken else offset
+
+        offset = 0
+        for number in range(10):
+            offset = await page(offset)
+            await mount.make_directory(f"d{number}")
+        assert listed == [b".", b"..", b"first"]
+        assert await page(0) == 1
+        for _ in range(5):
+            offset = await page(offset)
+        assert listed[3:] == [b".", b"d0", b"d1", b"d2", b"d3", b"d4"]
+
+
+@trio.testing.trio_test
 async def test_references_of_a_listing_are_counted(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         await populate(mount)
