@@ -13,7 +13,7 @@ from tests.support.target import Target
 
 pytestmark = pytest.mark.clients
 
-ROWS_EACH = 300
+ROWS_EACH = 120
 WRITER = f"""
 import sqlite3, sys
 path, journal, writer = sys.argv[1], sys.argv[2], int(sys.argv[3])
