@@ -58,9 +58,13 @@ void Channel::handle_flush(const FuseRequest& request) {
   fuse_flush_in in{};
   if (!request.argument(&in)) return reply(request.unique(), EIO);
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
-  if (handle != nullptr && engine_.config().ack == Ack::Early) {
+  if (handle != nullptr) {
     const MutexLock lock(handle->mutex);
-    return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
+    // A shell that redirects flushes before its first byte, and a forked child that exits flushes
+    // what it never wrote: neither may commit.
+    const bool waits =
+        handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
+    if (!waits) return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
   }
   relay(request);
 }

@@ -44,6 +44,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
     if (const int error = file->take_error(&handle->errors_seen); error != 0) {
       return reply(request.unique(), error);
     }
+    if (engine_.config().ack == Ack::Close) handle->writers.insert(arguments.owner);
   }
   arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
   if (arguments.kill_privileges) file->drop_privileges();

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -78,6 +79,8 @@ struct Handle {
   std::shared_ptr<File> file;
   Mutex mutex;
   uint64_t errors_seen GUARDED_BY(mutex) = 0;
+  // Who wrote through it, where a close has to wait for durability (ack=close).
+  std::set<uint64_t> writers GUARDED_BY(mutex);
   std::atomic<bool> cached{false};  // the kernel may keep its pages
 
   bool writable() const;

@@ -37,6 +37,7 @@ int parse_write(const FuseRequest& request, WriteArguments* write) {
   write->handle = in.fh;
   write->offset = in.offset;
   write->size = in.size;
+  write->owner = (in.write_flags & FUSE_WRITE_LOCKOWNER) != 0 ? in.lock_owner : kOwnerUnknown;
   write->from_page_cache = (in.write_flags & FUSE_WRITE_CACHE) != 0;
   write->kill_privileges = (in.write_flags & wire::kWriteKillSuidgid) != 0;
   write->sync = (in.flags & (O_SYNC | O_DSYNC)) != 0;

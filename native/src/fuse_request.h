@@ -46,11 +46,15 @@ class FuseRequest {
   size_t body_bytes_ = 0;
 };
 
+// Of a write whose owner the kernel does not know: stores through a map, written back.
+inline constexpr uint64_t kOwnerUnknown = 0;
+
 // How a native WRITE is to be done; errno that refuses it, or 0.
 struct WriteArguments {
   uint64_t handle = 0;
   uint64_t offset = 0;
   uint32_t size = 0;
+  uint64_t owner = kOwnerUnknown;
   bool from_page_cache = false;
   bool kill_privileges = false;
   bool sync = false;

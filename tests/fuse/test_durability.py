@@ -215,6 +215,21 @@ def test_close_waits_for_durability(mode: str) -> None:
             assert_same((opened.root / name).read_bytes(), content)
 
 
+def test_only_the_owner_that_wrote_commits_by_closing() -> None:
+    """With ack=close, too, a flush of somebody who wrote nothing must not commit."""
+    with mounted(options=["ack=close"]) as opened:
+        path = opened.root / "file"
+        with path.open("wb", buffering=0) as file:
+            file.write(random_bytes(SIZE, seed=1))
+            before = commits(opened)
+            child = os.fork()
+            if child == 0:
+                os._exit(0)  # closes, and so flushes, what it inherited
+            assert os.waitpid(child, 0)[1] == 0
+            assert commits(opened) == before
+        assert commits(opened) > before
+
+
 def test_durable_acknowledges_each_write_when_durable() -> None:
     with mounted(options=["ack=durable"]) as opened:
         path = opened.root / "file"
