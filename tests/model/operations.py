@@ -83,8 +83,11 @@ class World:
         return size, status.st_nlink, stat.filemode(status.st_mode)
 
     def seek(self, number: int, offset: int, whence: int) -> bool:
-        """Whether there is such a place; where exactly is the filesystem's business."""
-        os.lseek(self.handles[number], offset, whence)
+        """Whether a file has such a place; where exactly is the filesystem's business."""
+        fd = self.handles[number]
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            return False
+        os.lseek(fd, offset, whence)
         return True
 
     def store(self, number: int, offset: int, data: bytes, *, synchronous: bool) -> bool:
