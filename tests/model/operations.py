@@ -26,6 +26,12 @@ Outcome = tuple[str, object]
 PAGE = mmap.PAGESIZE
 
 
+def file_size(fd: int) -> int:
+    """Size of an open file; 0 of a folder, whose size is the filesystem's business."""
+    status = os.fstat(fd)
+    return 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+
+
 class World:
     """One directory and the handles that are open in it."""
 
@@ -78,9 +84,9 @@ class World:
 
     def status(self, number: int) -> tuple[int, int, str]:
         """Size (0 of a folder), links and mode of an open file."""
-        status = os.fstat(self.handles[number])
-        size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-        return size, status.st_nlink, stat.filemode(status.st_mode)
+        fd = self.handles[number]
+        status = os.fstat(fd)
+        return file_size(fd), status.st_nlink, stat.filemode(status.st_mode)
 
     def seek(self, number: int, offset: int, whence: int) -> bool:
         """Whether a file has such a place; where exactly is the filesystem's business."""
@@ -93,8 +99,7 @@ class World:
     def store(self, number: int, offset: int, data: bytes, *, synchronous: bool) -> bool:
         """Store through a shared map, within the file's size."""
         fd = self.handles[number]
-        size = os.fstat(fd).st_size
-        if offset + len(data) > size:
+        if offset + len(data) > file_size(fd):
             return False
         with mmap.mmap(fd, 0) as mapped:
             mapped[offset : offset + len(data)] = data
@@ -105,7 +110,7 @@ class World:
     def peek(self, number: int) -> bytes:
         """The whole file through a private map."""
         fd = self.handles[number]
-        if os.fstat(fd).st_size == 0:
+        if file_size(fd) == 0:
             return b""
         with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapped:
             return mapped[:]
