@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pwd
 import re
@@ -17,25 +18,44 @@ from pathlib import Path
 
 import pytest
 
+from fpfs import _native
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY
 
 USER = "nobody"
 
 
+def linked_package() -> Path:
+    """A folder with the package as an installation has it: modules and extension together.
+
+    An editable installation finds them in two places, by a hook that only its own Python runs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fpfs-user-package-"))
+    atexit.register(shutil.rmtree, folder)
+    folder.chmod(0o755)
+    package = folder / "fpfs"
+    package.mkdir()
+    extension = Path(_native.__file__)
+    for path in [*(REPOSITORY / "fpfs").iterdir(), extension]:
+        if path.suffix != ".so" or path == extension:
+            (package / path.name).unlink(missing_ok=True)
+            (package / path.name).symlink_to(path)
+    return folder
+
+
 def interpreter() -> tuple[str, str] | None:
     """A Python that the user can execute, and its path of packages; None when there is none."""
-    packages = f"{REPOSITORY}:{sysconfig.get_path('platlib')}"
+    packages = f"{linked_package()}:{sysconfig.get_path('platlib')}"
     system = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")
     for candidate in (sys.executable, system):
         if candidate is None:
             continue
         # setpriv itself may still reach what its child cannot: the child must find its Python too.
-        code = "import fpfs, sys; open(sys.executable, 'rb')"
+        code = "import fpfs._native, sys; open(sys.executable, 'rb')"
         command = ["setpriv", f"--reuid={USER}", "--clear-groups", candidate, "-c", code]
         try:
             done = subprocess.run(
-                command, env={"PYTHONPATH": packages}, capture_output=True, check=False
+                command, env={"PYTHONPATH": packages}, cwd="/", capture_output=True, check=False
             )
         except FileNotFoundError:
             return None
