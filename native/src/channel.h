@@ -91,6 +91,7 @@ class Channel {
     Stream streams[8];
     size_t last_stream = 0;
     uint64_t clock = 0;
+    bool streaming = false;  // the last request was a write: the next one comes soon
     alignas(8) char head[wire::kWriteHeaderBytes];
   };
   struct ParkedWrite;
@@ -98,6 +99,7 @@ class Channel {
 
   void receive_loop(int thread);
   bool receive(Receiver& r, size_t* received);
+  bool wait_readable(bool soon);
   void predict(Receiver& r);
   void note_write(Receiver& r, const std::shared_ptr<File>& file, uint64_t next_offset);
   void forget_stream(Receiver& r, uint64_t ino);

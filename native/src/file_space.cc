@@ -8,7 +8,9 @@
 namespace fpfs {
 namespace {
 
-constexpr uint64_t kGrowBlocksMax = 1024;  // 64 MiB of one object at a time
+constexpr uint64_t kGrowBlocksMin = 16;    // 1 MiB of one object at first,
+constexpr uint64_t kGrowBlocksMax = 1024;  // 64 MiB at a time later on,
+constexpr uint64_t kGrowFactor = 4;        // in few steps, since a writer waits for the first
 
 alignas(4096) char zeros[kBlockBytes];
 
@@ -65,7 +67,7 @@ bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
     return false;
   }
   const uint64_t left = entry.allocated_blocks - entry.next_block - entry.reserved_blocks - blocks;
-  if (!entry.growing && entry.allocated_blocks >= 64 && left < entry.step_blocks / 4) {
+  if (!entry.growing && left < std::min(entry.allocated_blocks, entry.step_blocks) / 2) {
     grow(shared, 0, actions);  // ahead of need
   }
   return true;
@@ -140,7 +142,7 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
       entry->growing = false;
       if (error == 0) {
         entry->allocated_blocks += blocks;
-        entry->step_blocks = std::min(entry->step_blocks * 2, kGrowBlocksMax);
+        entry->step_blocks = std::min(entry->step_blocks * kGrowFactor, kGrowBlocksMax);
       } else if (needed != 0) {
         entry->error = error;
       } else {
@@ -159,7 +161,7 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
   if (entry->growing || entry->object == nullptr || entry->reserved_blocks != 0) return;
   if (entry->allocated_blocks * kBlockBytes <= entry->written_end) return;
   entry->allocated_blocks = entry->next_block;
-  entry->step_blocks = 16;
+  entry->step_blocks = kGrowBlocksMin;
   auto* request = new CallRequest();
   request->op = IoOp::Truncate;
   request->object = entry->object;
