@@ -34,6 +34,9 @@ BLOCK_BYTES = 64 * 1024
 SEGMENT_BLOCKS = 1024
 """Blocks that one layout segment (one catalog row) describes: 64 MiB of a file."""
 
+RESERVE_BYTES = 8 * 1024 * 1024
+"""What the engine leaves free on a device's filesystem, so that the catalog can still write."""
+
 INLINE_BYTES_MAX = 16 * 1024
 """Contents up to this size are kept in the catalog instead of in device objects."""
 
@@ -66,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     channel_threads: int = 1
     object_base: int = 1
-    reserve_bytes: int = 8 * 1024 * 1024
+    reserve_bytes: int = RESERVE_BYTES
     ack: str = "early"
 
 

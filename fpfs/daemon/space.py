@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from fpfs.core.engine import RESERVE_BYTES
 from fpfs.core.limits import NAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class DeviceSpace:
             block_bytes=BLOCK_BYTES,
             blocks=sum(f.f_blocks * f.f_frsize for f in figures) // BLOCK_BYTES,
             blocks_free=sum(f.f_bfree * f.f_frsize for f in figures) // BLOCK_BYTES,
-            blocks_available=sum(f.f_bavail * f.f_frsize for f in figures) // BLOCK_BYTES,
+            blocks_available=sum(
+                max(0, f.f_bavail * f.f_frsize - RESERVE_BYTES) // BLOCK_BYTES for f in figures
+            ),
             inodes=inode_count + inodes_free,
             inodes_free=inodes_free,
             name_bytes_max=NAME_BYTES_MAX,

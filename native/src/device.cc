@@ -6,6 +6,7 @@
 #include "device.h"
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -40,6 +41,23 @@ bool writable_enough(const IoRequest& request) {
   return !changes || request.open_file->mode == OpenMode::ReadWrite;
 }
 
+// Space that is on its way back: punches, removals, and closes of what was removed.
+class SpaceComing {
+ public:
+  void coming() { pending_.fetch_add(1); }
+  void came() {
+    arrived_.fetch_add(1);
+    pending_.fetch_sub(1);
+  }
+  uint64_t arrived() const { return arrived_.load(); }
+  // Whether there may be more space now, or soon, than when arrived() was `before`.
+  bool since(uint64_t before) const { return pending_.load() != 0 || arrived_.load() != before; }
+
+ private:
+  std::atomic<uint64_t> pending_{0};
+  std::atomic<uint64_t> arrived_{0};
+};
+
 class NativeDevice final : public Device, private BackendOwner {
  public:
   explicit NativeDevice(const DeviceConfig& config);
@@ -68,6 +86,7 @@ class NativeDevice final : public Device, private BackendOwner {
   void run_on_worker(IoRequest* request);
   int change(IoRequest* request);
   int allocate(IoRequest* request);
+  int allocate_with_reserve(IoRequest* request);
   void log_once(std::atomic<bool>* said, const std::string& message);
   void log(int level, const std::string& message);
   std::string name() const { return "dev" + std::to_string(config_.number); }
@@ -82,6 +101,7 @@ class NativeDevice final : public Device, private BackendOwner {
   std::atomic<uint64_t> bytes_written_{0};
   std::atomic<uint64_t> bytes_read_{0};
   std::atomic<uint64_t> errors_{0};
+  SpaceComing space_;
   std::atomic<bool> said_no_allocate_{false};
   std::atomic<bool> said_no_punch_{false};
 
@@ -98,7 +118,10 @@ class NativeDevice final : public Device, private BackendOwner {
 NativeDevice::NativeDevice(const DeviceConfig& config)
     : config_(config),
       files_(directory_, open_files_limit(config.open_files_max),
-             [this](std::unique_ptr<OpenFile> file) { backend_->retire(std::move(file)); }),
+             [this](std::unique_ptr<OpenFile> file) {
+               space_.coming();
+               backend_->retire(std::move(file));
+             }),
       metadata_(name() + "-meta"),
       pool_worker_(name() + "-pool"),
       reaper_(name() + "-reap"),
@@ -148,8 +171,15 @@ void NativeDevice::submit(IoRequest* request) {
     backend_->submit(request);
   } else {
     // Nobody waits for space to be given back, but writers do wait for the other changes.
-    Worker& worker = request->op == IoOp::Punch ? reaper_ : metadata_;
-    worker.post([this, request] { run_on_worker(request); });
+    if (request->op == IoOp::Punch) {
+      space_.coming();
+      reaper_.post([this, request] {
+        run_on_worker(request);
+        space_.came();
+      });
+    } else {
+      metadata_.post([this, request] { run_on_worker(request); });
+    }
   }
 }
 
@@ -162,7 +192,15 @@ void NativeDevice::run_on_worker(IoRequest* request) {
   } else if (moves_bytes(request->op) || request->op == IoOp::Flush) {
     backend_->submit(request);
   } else {
-    finished(request, change(request));
+    const uint64_t arrived = space_.arrived();
+    const int result = change(request);
+    if (request->op == IoOp::Allocate && result == -ENOSPC && space_.since(arrived)) {
+      // Again, when what is being given back now is there.
+      reaper_.post(
+          [this, request] { metadata_.post([this, request] { run_on_worker(request); }); });
+    } else {
+      finished(request, result);
+    }
   }
 }
 
@@ -181,11 +219,30 @@ int NativeDevice::change(IoRequest* request) {
 int NativeDevice::allocate(IoRequest* request) {
   const int64_t bytes_free = directory_.bytes_free();
   if (bytes_free < 0) return static_cast<int>(bytes_free);
-  if (static_cast<uint64_t>(bytes_free) < request->length + config_.reserve_bytes) return -ENOSPC;
-  const int result = transfer_blocking(request);
+  const bool enough = static_cast<uint64_t>(bytes_free) >= request->length + config_.reserve_bytes;
+  const int result = enough ? transfer_blocking(request) : allocate_with_reserve(request);
   if (result != -EOPNOTSUPP) return result;
   log_once(&said_no_allocate_, "no fallocate on this filesystem; a full device is noticed late");
   return 0;
+}
+
+// What a filesystem reports as free lags behind what was given back (XFS frees in the background);
+// asking for the space, and the reserve with it, makes it look for all there is. What only root
+// may use (ext4 keeps some) does not count.
+int NativeDevice::allocate_with_reserve(IoRequest* request) {
+  const auto cut = [request](uint64_t end) {
+    const int result = ::ftruncate(request->open_file->fd.get(), static_cast<off_t>(end));
+    return result == 0 ? 0 : -errno;
+  };
+  request->length += config_.reserve_bytes;
+  int result = transfer_blocking(request);
+  request->length -= config_.reserve_bytes;
+  if (result == 0) result = cut(request->offset + request->length);
+  if (result == 0 && directory_.bytes_free() >= static_cast<int64_t>(config_.reserve_bytes)) {
+    return 0;
+  }
+  const int undone = cut(request->offset);
+  return undone != 0 ? undone : result != 0 ? result : -ENOSPC;
 }
 
 void NativeDevice::finished(IoRequest* request, int result) {
@@ -207,7 +264,10 @@ void NativeDevice::blocked(IoRequest* request) {
 
 void NativeDevice::close_file(std::unique_ptr<OpenFile> file) {
   // The last close of an unlinked object frees its blocks, which may take a while.
-  reaper_.post([closing = std::shared_ptr<OpenFile>(std::move(file))] { closing->fd.reset(); });
+  reaper_.post([this, closing = std::shared_ptr<OpenFile>(std::move(file))] {
+    closing->fd.reset();
+    space_.came();
+  });
 }
 
 void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> done) {
@@ -221,9 +281,11 @@ void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> d
 
 void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
   begin();
+  space_.coming();
   reaper_.post([this, id, done = std::move(done)] {
     files_.forget(id);
     const int result = directory_.remove_object(id);
+    space_.came();
     if (result != 0) errors_.fetch_add(1, std::memory_order_relaxed);
     done(-result);
     end();

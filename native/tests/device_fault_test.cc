@@ -18,6 +18,7 @@ namespace {
 using testing::AlignedBuffer;
 using testing::create;
 using testing::Created;
+using testing::Delivery;
 using testing::Ext4;
 using testing::LoopMount;
 using testing::open_device;
@@ -95,6 +96,40 @@ TEST_CASE_TEMPLATE("device fault: full, and usable again after a removal", T, AL
     result = run(*device, IoOp::Allocate, filler.object, filled, piece);
   } while (result == -ENOSPC && std::chrono::steady_clock::now() < deadline);
   CHECK(result == 0);
+}
+
+TEST_CASE_TEMPLATE("device fault: space that is being given back is waited for", T,
+                   ALL_COMBINATIONS) {
+  T fixture;
+  if (!fixture.mount.ready()) return;
+  const auto device = open_device(fixture.config());
+  const uint64_t most = device->bytes_free() / 4 * 3 / kBlock * kBlock;
+  Created held = create(*device);
+  REQUIRE(run(*device, IoOp::Allocate, held.object, 0, most) == 0);
+  for (int round = 0; round < 10; ++round) {
+    CAPTURE(round);
+    Created next = create(*device);
+    REQUIRE(next.error == 0);
+    // The removal is under way, and not waited for, when the space is asked for.
+    Delivery<int> removed;
+    device->remove_object(held.id, [&removed](int error) { removed.put(error); });
+    CHECK(run(*device, IoOp::Allocate, next.object, 0, most) == 0);
+    CHECK(removed.wait() == 0);
+    // Likewise a hole punched into what is held.
+    const Created other = create(*device);
+    WaitedRequest punch;
+    punch.op = IoOp::Punch;
+    punch.object = next.object;
+    punch.length = most;
+    device->submit(&punch);
+    CHECK(run(*device, IoOp::Allocate, other.object, 0, most) == 0);
+    CHECK(punch.delivery.wait() == 0);
+    REQUIRE(remove(*device, next.id) == 0);
+    held = other;
+  }
+  // With nothing on its way the answer comes at once.
+  CHECK(run(*device, IoOp::Allocate, create(*device).object, 0, most) == -ENOSPC);
+  device->close();
 }
 
 TEST_CASE_TEMPLATE("device fault: the reserve stays free", T, ALL_COMBINATIONS) {
