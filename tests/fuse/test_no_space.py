@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +26,6 @@ RESERVE_BYTES = 8 * MEBIBYTE
 """What the engine leaves free on each device."""
 
 ROOM_BYTES = 40 * MEBIBYTE
-GOES_ON_S = 10
 PIECES = [random_bytes(MEBIBYTE, seed=seed) for seed in range(7)]
 
 
@@ -58,19 +56,6 @@ def fill(fd: int, *, first: int = 0) -> int:
         count += 1
 
 
-def write_within(fd: int, data: bytes, *, seconds: float) -> None:
-    """Write, trying again for a while as long as there is no space."""
-    deadline_s = time.monotonic() + seconds
-    while True:
-        try:
-            assert os.write(fd, data) == len(data)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or time.monotonic() > deadline_s:
-                raise
-        else:
-            return
-
-
 def assert_pieces(path: Path, count: int) -> None:
     """Compare a file with what `fill` wrote."""
     assert path.stat().st_size == count * MEBIBYTE
@@ -99,7 +84,7 @@ def test_a_full_mount_refuses_in_write_and_goes_on_after_an_unlink(
         assert abs(figures.f_bavail * figures.f_frsize - left_bytes) < MEBIBYTE
         assert max(free_bytes) < RESERVE_BYTES + 2 * MEBIBYTE
         (mount.root / "victim").unlink()
-        write_within(fd, piece(count), seconds=GOES_ON_S)
+        assert os.write(fd, piece(count)) == MEBIBYTE
         full_again = fill(fd, first=count + 1)
         assert full_again >= count + 8
         os.fsync(fd)
@@ -122,7 +107,7 @@ def test_overwriting_needs_space_for_both_and_loses_nothing(
     fd = os.open(path, os.O_RDWR)
     try:
         # What was allocated ahead of the first version may be on its way back.
-        write_within(fd, piece(0), seconds=GOES_ON_S)
+        assert os.write(fd, piece(0)) == MEBIBYTE
         count = fill(fd, first=1)
         assert count < 40
         os.fsync(fd)
@@ -167,7 +152,7 @@ def test_unlink_on_devices_that_others_filled_to_the_last_block(tmp_path: Path) 
         assert refused.value.errno == errno.ENOSPC
         (mount.root / "victim").unlink()
         with (mount.root / "after").open("wb", buffering=0) as file:
-            write_within(file.fileno(), piece(2), seconds=GOES_ON_S)
+            assert os.write(file.fileno(), piece(2)) == MEBIBYTE
         assert_same((mount.root / "other").read_bytes(), piece(0))
         for number in range(2):
             devices.empty(number)
