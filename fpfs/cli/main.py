@@ -47,6 +47,7 @@ def mount(
     staging: str | None = None,
     chunk: str | None = None,
     depth: str | None = None,
+    receivers: str | None = None,
     backend: str | None = None,
     ack: str | None = None,
     log: str | None = None,
@@ -65,6 +66,8 @@ def mount(
         Bytes of a file on one device before the next device's turn, such as 1M.
     depth
         Requests in flight on each device.
+    receivers
+        Threads that receive writes; more than one where many processes write at once.
     backend
         auto, io_uring or threads.
     ack
@@ -74,7 +77,13 @@ def mount(
         File for the server's log.
     """
     flags = _flags_as_options(
-        staging=staging, chunk=chunk, depth=depth, backend=backend, ack=ack, log=log
+        staging=staging,
+        chunk=chunk,
+        depth=depth,
+        receivers=receivers,
+        backend=backend,
+        ack=ack,
+        log=log,
     )
     options = parse_mount_options([*(option or []), *flags])
     if foreground:

@@ -19,10 +19,13 @@ from fpfs.core.refusal import Refused
 from fpfs.core.units import parse_size_bytes
 
 CHUNK_BYTES_MIN = 64 * 1024
-CHUNK_BYTES_MAX = 64 * 1024 * 1024
-STAGING_BYTES_MIN = 16 * 1024 * 1024
+CHUNK_BYTES_MAX = 16 * 1024 * 1024
+SLOT_BYTES_MIN = 1024 * 1024
+SLOTS_MIN = 16
+STAGING_BYTES_MIN = SLOTS_MIN * SLOT_BYTES_MIN
 STAGING_BYTES_DEFAULT_MAX = 1024**3
 DEPTH_MAX = 1024
+RECEIVERS_MAX = 64
 
 
 class Backend(enum.StrEnum):
@@ -52,6 +55,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = msgspec.field(default_factory=default_staging_bytes)
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     depth: int = 16
+    receivers: int = 1
     allow_other: bool | None = None
     adopt: bool = False
     source: str = ""
@@ -66,7 +70,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             raise Refused(
                 asked=f"chunk={self.chunk_bytes}",
-                wrong="a chunk is 64K to 64M, in steps of 64K",
+                wrong="a chunk is 64K to 16M, in steps of 64K",
                 remedy="take 1M unless measured otherwise",
             )
         if self.staging_bytes < STAGING_BYTES_MIN:
@@ -75,12 +79,30 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
                 wrong="staging needs at least 16M",
                 remedy="take 1G, or leave it out for an eighth of the memory up to 1G",
             )
+        staging_bytes_min = SLOTS_MIN * self.slot_bytes
+        if self.staging_bytes < staging_bytes_min:
+            raise Refused(
+                asked=f"chunk={self.chunk_bytes} and staging={self.staging_bytes}",
+                wrong=f"staging needs at least {SLOTS_MIN} chunks",
+                remedy=f"take staging={staging_bytes_min // 1024**2}M, or a smaller chunk",
+            )
+        if not 1 <= self.receivers <= RECEIVERS_MAX:
+            raise Refused(
+                asked=f"receivers={self.receivers}",
+                wrong=f"1 to {RECEIVERS_MAX} threads receive writes",
+                remedy="take 1; more when several processes write at once and cores are idle",
+            )
         if not 1 <= self.depth <= DEPTH_MAX:
             raise Refused(
                 asked=f"depth={self.depth}",
                 wrong=f"the depth of a device's queue is 1 to {DEPTH_MAX}",
                 remedy="take 16 unless measured otherwise",
             )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a staging slot: the largest chunk."""
+        return max(SLOT_BYTES_MIN, self.chunk_bytes)
 
 
 Choice = TypeVar("Choice", bound=enum.Enum)
@@ -90,7 +112,7 @@ _KERNEL = frozenset(
 )
 # Words of an fstab line that are meant for mount(8) and systemd; mount(8) passes some of them on.
 _IGNORED = frozenset("defaults auto noauto user nouser users owner group nofail _netdev".split(" "))
-_VALUED = ("ack", "backend", "staging", "chunk", "depth", "device", "log", "fsname")
+_VALUED = ("ack", "backend", "staging", "chunk", "depth", "receivers", "device", "log", "fsname")
 _FLAGS = ("allow_other", "noallow_other", "adopt")
 
 
@@ -130,8 +152,8 @@ def _with_value(options: MountOptions, name: str, value: str) -> MountOptions:
         case "staging" | "chunk":
             size_bytes = parse_size_bytes(value, name=name)
             return msgspec.structs.replace(options, **{f"{name}_bytes": size_bytes})
-        case "depth":
-            return msgspec.structs.replace(options, depth=_count(name, value))
+        case "depth" | "receivers":
+            return msgspec.structs.replace(options, **{name: _count(name, value)})
         case "device":
             return msgspec.structs.replace(options, devices=(*options.devices, value))
         case "log":

@@ -111,9 +111,11 @@ class Mount:
         """The test itself unmounted: nothing is left to do at the end."""
         live_mounts.remove(self)
 
-    def remount(self) -> None:
-        """Unmount and mount again: nothing may be lost."""
+    def remount(self, *options: str) -> None:
+        """Unmount and mount again, with other options if any are given: nothing may be lost."""
         self.unmount()
+        if options:
+            self._options = options
         self.mount()
 
     def status(self) -> Status:

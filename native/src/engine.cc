@@ -55,6 +55,10 @@ Status Engine::start() {
     return Status(EINVAL, "staging must hold at least " + std::to_string(kSlotCountMin) +
                               " chunks of " + std::to_string(config_.slot_bytes) + " bytes");
   }
+  if (config_.slot_bytes % kBlockBytes != 0 || config_.slot_bytes > kSlotBlocksMax * kBlockBytes) {
+    return Status(EINVAL, "a slot is a multiple of 64 KiB, up to " +
+                              std::to_string(kSlotBlocksMax * kBlockBytes) + " bytes");
+  }
   std::string warning;
   auto arena = Arena::create(
       {config_.arena_path, config_.filesystem_id, config_.staging_bytes, config_.slot_bytes},
@@ -138,10 +142,12 @@ Status Engine::load(uint64_t ino, Placement placement, uint64_t size, int64_t mt
                     int64_t ctime_ns, std::optional<std::string> content,
                     const std::vector<std::pair<uint32_t, std::string>>& segments) {
   if (placement.devices.empty() || placement.chunk_bytes == 0 ||
-      placement.chunk_bytes % kBlockBytes != 0 || placement.chunk_bytes > config_.slot_bytes) {
-    return Status(EINVAL, "chunk size must be a multiple of 64 KiB up to " +
-                              std::to_string(config_.slot_bytes) + " bytes");
+      placement.chunk_bytes % kBlockBytes != 0) {
+    return Status(EINVAL, "a chunk is a multiple of 64 KiB, on at least one device");
   }
+  // Made under a mount with larger chunks. What lies where is in the map, so its new chunks may be
+  // smaller.
+  placement.chunk_bytes = std::min(placement.chunk_bytes, config_.slot_bytes);
   auto loaded = std::make_shared<File>(*this, ino, std::move(placement));
   Status status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
   if (!status.ok())

@@ -23,7 +23,7 @@ def test_defaults() -> None:
 def test_every_option_can_be_given() -> None:
     options = parse_mount_options(
         [
-            "ack=close,backend=threads,staging=64M,chunk=256K,depth=4",
+            "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3",
             "device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
         ]
     )
@@ -33,6 +33,7 @@ def test_every_option_can_be_given() -> None:
         staging_bytes=64 * 1024**2,
         chunk_bytes=256 * 1024,
         depth=4,
+        receivers=3,
         devices=("/a", "/b"),
         log="/l",
         source="/a:/b",
@@ -63,10 +64,12 @@ def test_the_last_one_wins() -> None:
         ("backend=aio", r"backend=aio: .*take one of auto, io_uring, threads"),
         ("staging=lots", r"staging=lots: this is not a size in whole bytes"),
         ("staging=1M", r"staging=1048576: staging needs at least 16M"),
-        ("chunk=100K", r"chunk=102400: a chunk is 64K to 64M, in steps of 64K"),
-        ("chunk=128M", r"chunk=134217728: a chunk is 64K to 64M"),
-        ("chunk=0", r"chunk=0: a chunk is 64K to 64M"),
+        ("chunk=100K", r"chunk=102400: a chunk is 64K to 16M, in steps of 64K"),
+        ("chunk=128M", r"chunk=134217728: a chunk is 64K to 16M"),
+        ("chunk=0", r"chunk=0: a chunk is 64K to 16M"),
         ("depth=0", r"depth=0: the depth of a device's queue is 1 to 1024"),
+        ("chunk=8M,staging=64M", r"chunk=8388608 and staging=67108864: .*at least 16 chunks; take"),
+        ("receivers=0", r"receivers=0: 1 to 64 threads receive writes; take 1"),
         ("depth=-1", r"depth=-1: this is not a number"),
         ("depth=9999", r"depth=9999: the depth"),
         ("adopt=yes", r"-o adopt=yes: fpfs has no such option"),
