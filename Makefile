@@ -128,7 +128,8 @@ fuzz: setup ## Fuzz the parser of FUSE requests (clang), FUZZ_SECONDS for each t
 SOAK_SECONDS ?= 300
 .PHONY: soak
 soak: setup ## Random operations on a mount and a plain directory, compared, for minutes
-	FPFS_SOAK_SECONDS=$(SOAK_SECONDS) $(PYTEST) tests/model -m "" -s $(PYTEST_ARGS)
+	FPFS_SOAK_SECONDS=$(SOAK_SECONDS) FPFS_TEST_HANG_S=$$(($(SOAK_SECONDS) + 600)) \
+	  $(PYTEST) tests/model -m "" -s $(PYTEST_ARGS)
 
 .PHONY: pjdfstest
 pjdfstest: setup ## The POSIX suite, built in PJD=dir, against a mount (root)
