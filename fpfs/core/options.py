@@ -26,6 +26,7 @@ STAGING_BYTES_MIN = SLOTS_MIN * SLOT_BYTES_MIN
 STAGING_BYTES_DEFAULT_MAX = 1024**3
 DEPTH_MAX = 1024
 RECEIVERS_MAX = 64
+RECEIVERS_DEFAULT_MAX = 8
 
 
 class Backend(enum.StrEnum):
@@ -43,6 +44,12 @@ def default_staging_bytes() -> int:
     return max(STAGING_BYTES_MIN, whole)
 
 
+def default_receivers() -> int:
+    """Threads that receive writes when no number is asked for: one for four cores, 1 to 8."""
+    cores = os.cpu_count() or 1
+    return max(1, min(RECEIVERS_DEFAULT_MAX, cores // 4))
+
+
 class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to mount. `kernel` holds options handed on to mount(2), such as ``nosuid`` or ``ro``.
 
@@ -55,7 +62,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = msgspec.field(default_factory=default_staging_bytes)
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     depth: int = 16
-    receivers: int = 1
+    receivers: int = msgspec.field(default_factory=default_receivers)
     allow_other: bool | None = None
     adopt: bool = False
     source: str = ""
@@ -90,7 +97,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused(
                 asked=f"receivers={self.receivers}",
                 wrong=f"1 to {RECEIVERS_MAX} threads receive writes",
-                remedy="take 1; more when several processes write at once and cores are idle",
+                remedy="take 1, or more where several processes write at once and cores are idle",
             )
         if not 1 <= self.depth <= DEPTH_MAX:
             raise Refused(

@@ -2,7 +2,7 @@
 #include "channel.h"
 
 #include <fcntl.h>
-#include <poll.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -126,6 +126,13 @@ void Channel::receive_loop(int thread) {
   (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kChannelNice);
   auto r = std::make_unique<Receiver>();
   r->thread = thread;
+  r->ready.reset(epoll_create1(EPOLL_CLOEXEC));
+  for (const auto& [fd, how] :
+       {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE}, {stop_fd_, EPOLLIN}}) {
+    epoll_event event{};
+    event.events = how;
+    if (epoll_ctl(r->ready.get(), EPOLL_CTL_ADD, fd, &event) != 0) return connection_lost(errno);
+  }
   r->lease.thread = thread;
   r->landing = landing_pool_.take();
   size_t received = 0;
@@ -138,27 +145,26 @@ void Channel::receive_loop(int thread) {
   if (r->landing != nullptr) landing_pool_.give(r->landing);
 }
 
-// Waits for a request. `soon`: one is expected at any moment. False when the channel ends.
-bool Channel::wait_readable(bool soon) {
-  pollfd wait[2] = {{fuse_fd_, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
+// Waits for a request. False when the channel ends.
+bool Channel::wait_readable(Receiver& r) {
   static const bool several_cores = std::thread::hardware_concurrency() > 1;
-  if (soon && several_cores) {
+  epoll_event event{};
+  if (r.streaming && several_cores) {
     const auto until = std::chrono::steady_clock::now() + kLookAgain;
     do {
-      if (poll(wait, 1, 0) > 0) return !stopping_;
+      if (epoll_wait(r.ready.get(), &event, 1, 0) > 0) return !stopping_;
     } while (std::chrono::steady_clock::now() < until);
   }
-  do {
-    if (poll(wait, 2, -1) < 0 && errno != EINTR) return false;
-    if (stopping_) return false;
-  } while (wait[0].revents == 0);
-  return true;
+  while (epoll_wait(r.ready.get(), &event, 1, -1) < 0) {
+    if (errno != EINTR) return false;
+  }
+  return !stopping_;
 }
 
 // One request into `head` and `payload`. False when the connection or the channel ends.
 bool Channel::receive(Receiver& r, size_t* received) {
   for (;;) {
-    if (!wait_readable(r.streaming)) return false;
+    if (!wait_readable(r)) return false;
     r.streaming = false;
     predict(r);
     iovec parts[5];

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "file_descriptor.h"
 #include "fuse_request.h"
 #include "thread_annotations.h"
 
@@ -82,6 +83,7 @@ class Channel {
   };
   struct Receiver {  // a channel thread's state
     int thread = 0;
+    FileDescriptor ready;  // an epoll of its own: a request wakes one thread, not all
     char* landing = nullptr;
     Slot* spare = nullptr;
     Lease lease;
@@ -99,7 +101,7 @@ class Channel {
 
   void receive_loop(int thread);
   bool receive(Receiver& r, size_t* received);
-  bool wait_readable(bool soon);
+  bool wait_readable(Receiver& r);
   void predict(Receiver& r);
   void note_write(Receiver& r, const std::shared_ptr<File>& file, uint64_t next_offset);
   void forget_stream(Receiver& r, uint64_t ino);
