@@ -425,12 +425,15 @@ void Engine::wake() {
   }
 }
 
-// All slots are taken and something waits: write out the oldest partly filled ones.
+// Something waits and may find too few slots: write out the oldest partly filled ones.
 void Engine::relieve_pressure() {
-  if (arena_->free_count() != 0) return;
+  const uint64_t slots_free = arena_->free_count();
+  // A write may need several slots at once, and one for the inline content that it ends.
+  const uint64_t slots_wanted = (wire::kMaxWriteBytes - 1) / arena_->slot_bytes() + 3;
+  if (slots_free >= slots_wanted) return;
   // Sealed slots will be free soon; a spare and an orphan a channel thread will not.
   const uint64_t held_back = 2 * config_.channel_threads + 2;
-  if (arena_->slot_count() - arena_->aged_count() > held_back) return;
+  if (arena_->slot_count() - slots_free - arena_->aged_count() > held_back) return;
   for (const Arena::Aged& aged : arena_->oldest(kPressureSlots)) {
     aged.file->seal_for_pressure(aged.slot, aged.chunk);
   }

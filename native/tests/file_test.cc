@@ -209,6 +209,22 @@ TEST_CASE("hundreds of files with partly filled chunks share little staging") {
   }
 }
 
+TEST_CASE("a write over several chunks gets its slots although some are free") {
+  for (uint64_t open = 8; open <= 16; ++open) {
+    CAPTURE(open);
+    EngineFixture fixture({2, 256 * 1024, 16});
+    for (uint64_t ino = 1; ino <= open; ++ino) {
+      REQUIRE(fixture.write(*fixture.load(ino), 0, std::string(20000, 'a')) == 0);
+    }
+    const std::shared_ptr<File> file = fixture.load(100);
+    REQUIRE(fixture.write(*file, 0, "inline") == 0);
+    const std::string wide(1024 * 1024, 'w');
+    REQUIRE(fixture.write(*file, 200'000, wide) == 0);
+    CHECK(fixture.read(*file, 200'000, wide.size()) == wide);
+    CHECK(fixture.read(*file, 0, 6) == "inline");
+  }
+}
+
 TEST_CASE("a small file stays inline until it outgrows the catalog") {
   EngineFixture fixture;
   const std::shared_ptr<File> file = fixture.load(5);
