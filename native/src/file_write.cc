@@ -37,6 +37,7 @@ struct File::ChunkPiece {
   uint32_t end = 0;
   size_t from = 0;  // within the payload
   Slot* slot = nullptr;
+  uint16_t device = 0;  // where the slot's new blocks are to go; the slot's, or another one
   bool fresh = false;  // taken for this write, not yet attached
   bool was_spare = false;
 };
@@ -163,7 +164,7 @@ void File::give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) {
   }
 }
 
-// Blocks of the slot, this piece included, that have no place on the device yet.
+// Blocks of the slot, this piece included, that have no place on the piece's device yet.
 uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks) {
   const uint64_t first = piece.chunk * (placement_.chunk_bytes / kBlockBytes);
   const auto chain = chains_.find(piece.chunk);
@@ -180,7 +181,7 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
     mutex_.assert_held();
     for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
       Extent extent;
-      if (piece.slot->reserved[b]) continue;
+      if (piece.slot->reserved[b] && piece.slot->device == piece.device) continue;
       if (map_.find(first + b, &extent) && extent.place.unwritten && !on_its_way(b)) continue;
       blocks->set(b);
     }
@@ -192,22 +193,20 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
   return blocks->count();
 }
 
-// Promises space on the devices for every block that the pieces touch.
+// Promises space on the devices for every block that the pieces touch. What was promised before to
+// bytes that are acknowledged is given up only for a promise elsewhere.
 Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
   std::map<uint16_t, uint64_t> needed;
   for (ChunkPiece& piece : pieces) {
-    if (trouble_with(piece.slot->device) != 0) {
-      // No space there: the chunk goes to another device, with what was promised for it.
-      appender(piece.slot->device).reserved_blocks -= piece.slot->reserved.count();
-      piece.slot->reserved.reset();
-      piece.slot->device = device_for(piece.chunk);
-    }
-    if (const int error = trouble_with(piece.slot->device); error != 0) {
+    piece.device = piece.slot->device;
+    // No space there: the chunk goes to another device, with what it holds already.
+    if (trouble_with(piece.device) != 0) piece.device = device_for(piece.chunk);
+    if (const int error = trouble_with(piece.device); error != 0) {
       for (auto& [device, entry] : appenders_) entry->error = 0;  // the next write tries again
       return Outcome::failed(error);
     }
     std::bitset<kSlotBlocksMax> blocks;
-    needed[piece.slot->device] += blocks_needed(piece, &blocks);
+    needed[piece.device] += blocks_needed(piece, &blocks);
   }
   bool ready = true;
   for (const auto& [device, blocks] : needed) {
@@ -217,8 +216,13 @@ Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
   for (ChunkPiece& piece : pieces) {
     std::bitset<kSlotBlocksMax> blocks;
     const uint64_t count = blocks_needed(piece, &blocks);
+    if (piece.slot->device != piece.device) {
+      appender(piece.slot->device).reserved_blocks -= piece.slot->reserved.count();
+      piece.slot->reserved.reset();
+      piece.slot->device = piece.device;
+    }
     if (count == 0) continue;
-    appender(piece.slot->device).reserved_blocks += count;
+    appender(piece.device).reserved_blocks += count;
     piece.slot->reserved |= blocks;
   }
   return {};

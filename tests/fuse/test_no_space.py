@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,38 @@ def test_overwriting_needs_space_for_both_and_loses_nothing(
     for number in range(count):
         assert_same(found[number * MEBIBYTE :][:MEBIBYTE], piece(number))
     assert_same(found[count * MEBIBYTE :], before[count * MEBIBYTE :])
+
+
+def test_writes_taken_between_refused_ones_keep_their_space(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """Chunks that are partly filled, each with blocks that were promised before a refusal."""
+    mount, devices = small
+    devices.fill(0, leave_bytes=RESERVE_BYTES + 12 * MEBIBYTE)
+    devices.fill(1, leave_bytes=0)
+    chooser = random.Random(1)
+    expected = bytearray(800 * 65_536)
+    fd = os.open(mount.root / "file", os.O_RDWR | os.O_CREAT)
+    refused = 0
+    for number in range(2000):
+        offset = chooser.randrange(800) * 65_536 + chooser.randrange(60_000)
+        data = piece(number)[: chooser.choice([100, 5_000, 70_000, 200_000])]
+        data = data[: len(expected) - offset]
+        try:
+            assert os.pwrite(fd, data, offset) == len(data)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            refused += 1
+        else:
+            expected[offset : offset + len(data)] = data
+    assert refused
+    os.fsync(fd)
+    os.truncate(fd, len(expected))
+    os.close(fd)
+    assert_same((mount.root / "file").read_bytes(), expected)
+    devices.empty(1)  # a mount needs room for a file on each device
+    mount.remount()
+    assert_same((mount.root / "file").read_bytes(), expected)
 
 
 @pytest.mark.parametrize("full", [0, 1])
