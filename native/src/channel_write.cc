@@ -46,6 +46,9 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
     }
     if (engine_.config().ack == Ack::Close) handle->writers.insert(arguments.owner);
   }
+  // Who opens with O_DIRECT and drops it later, as dd does before an odd tail, writes through the
+  // page cache from then on.
+  if ((handle->flags & O_DIRECT) != 0 && !arguments.direct) arguments.from_page_cache = true;
   arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
   if (arguments.kill_privileges) file->drop_privileges();
   statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
@@ -142,7 +145,7 @@ void Channel::finish_write(const ParkedWrite& write, int error) {
     return engine_.post(SyncWriteEvent{ticket, write.file->ino()});
   }
   // A reader may have cached the old page between the kernel's own invalidation and now. (Pages
-  // that are being written back are locked: invalidating those would wait for this reply.)
+  // that are being written are locked: invalidating those would wait for this reply.)
   if (!write.arguments.from_page_cache && engine_.has_cached_readers(write.file->ino())) {
     return invalidate(write.file->ino(),
                       [this, unique = write.unique, bytes] { reply_written(unique, bytes); });

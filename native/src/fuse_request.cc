@@ -40,6 +40,7 @@ int parse_write(const FuseRequest& request, WriteArguments* write) {
   write->owner = (in.write_flags & FUSE_WRITE_LOCKOWNER) != 0 ? in.lock_owner : kOwnerUnknown;
   write->from_page_cache = (in.write_flags & FUSE_WRITE_CACHE) != 0;
   write->kill_privileges = (in.write_flags & wire::kWriteKillSuidgid) != 0;
+  write->direct = (in.flags & O_DIRECT) != 0;
   write->sync = (in.flags & (O_SYNC | O_DSYNC)) != 0;
   return 0;
 }

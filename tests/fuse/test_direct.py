@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import random
@@ -117,6 +118,30 @@ def test_direct_writes_are_seen_through_a_map(directory: Path) -> None:
         os.pwrite(fd, buffer, 65_536)
         os.close(fd)
         assert_same(mapped[65_536 : 65_536 + 8192], buffer[:])
+
+
+def test_direct_handle_that_becomes_buffered_beside_a_cached_reader(
+    target: Target, directory: Path
+) -> None:
+    """As dd does before an odd tail: its pages are locked while the server has the request."""
+    expected = bytearray(random_bytes(300_000, seed=5))
+    (directory / "file").write_bytes(expected)
+    reader = os.open(directory / "file", os.O_RDONLY)
+    assert os.pread(reader, len(expected), 0) == expected
+    fd = os.open(directory / "file", os.O_RDWR | os.O_DIRECT)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    # In a page that is cached, in one that is not, over several, and behind the end.
+    for offset, length in [(100, 100), (200_001, 7), (12_365, 10_000), (300_500, 333)]:
+        os.posix_fadvise(reader, 200_000, 4096, os.POSIX_FADV_DONTNEED)
+        data = random_bytes(length, seed=offset)
+        assert os.pwrite(fd, data, offset) == length
+        expected.extend(bytes(max(0, offset + length - len(expected))))
+        expected[offset : offset + length] = data
+        assert_same(os.pread(reader, len(expected), 0), expected)
+    os.close(fd)
+    os.close(reader)
+    target.remount()
+    assert_same((directory / "file").read_bytes(), expected)
 
 
 def test_direct_extension_leaves_zeros_between(target: Target, directory: Path) -> None:
