@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
+from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT, Acknowledge
 from fpfs.core.refusal import Refused
 from fpfs.core.units import parse_size_bytes
 
-CHUNK_BYTES_MIN = 64 * 1024
+CHUNK_BYTES_MIN = 128 * 1024
+"""The smallest staging must hold the chunks that one request of 1 MiB touches, each in a slot."""
 CHUNK_BYTES_MAX = 16 * 1024 * 1024
 SLOT_BYTES_MIN = 1024 * 1024
 SLOTS_MIN = 16
@@ -72,12 +74,12 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse values that no mount could work with."""
-        if self.chunk_bytes % CHUNK_BYTES_MIN or not (
+        if self.chunk_bytes % BLOCK_BYTES or not (
             CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX
         ):
             raise Refused(
                 asked=f"chunk={self.chunk_bytes}",
-                wrong="a chunk is 64K to 16M, in steps of 64K",
+                wrong="a chunk is 128K to 16M, in steps of 64K",
                 remedy="take 1M unless measured otherwise",
             )
         if self.staging_bytes < STAGING_BYTES_MIN:

@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t kReadBufferCount = 48;
 constexpr uint64_t kSlotCountMin = 16;
+constexpr uint64_t kSmallestChunk = 128 * 1024;
 constexpr size_t kPressureSlots = 8;  // written out early when nothing else frees a slot
 
 // A device request whose completion is a function; deletes itself.
@@ -429,7 +430,7 @@ void Engine::wake() {
 void Engine::relieve_pressure() {
   const uint64_t slots_free = arena_->free_count();
   // A write may need several slots at once, and one for the inline content that it ends.
-  const uint64_t slots_wanted = (wire::kMaxWriteBytes - 1) / arena_->slot_bytes() + 3;
+  const uint64_t slots_wanted = (wire::kMaxWriteBytes - 1) / kSmallestChunk + 3;
   if (slots_free >= slots_wanted) return;
   // Sealed slots will be free soon; a spare and an orphan a channel thread will not.
   const uint64_t held_back = 2 * config_.channel_threads + 2;

@@ -38,7 +38,7 @@ struct File::ChunkPiece {
   size_t from = 0;  // within the payload
   Slot* slot = nullptr;
   uint16_t device = 0;  // where the slot's new blocks are to go; the slot's, or another one
-  bool fresh = false;  // taken for this write, not yet attached
+  bool fresh = false;   // taken for this write, not yet attached
   bool was_spare = false;
 };
 

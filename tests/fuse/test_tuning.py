@@ -31,7 +31,7 @@ def overwrite(paths: list[Path], *, seed: int, count: int = 40) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunks", [("16M", "64K", "1M"), ("64K", "4M", "256K")], ids=lambda chunks: "-".join(chunks)
+    "chunks", [("16M", "128K", "1M"), ("128K", "4M", "256K")], ids=lambda chunks: "-".join(chunks)
 )
 def test_a_file_lives_under_mounts_with_other_chunk_sizes(
     tmp_path: Path, chunks: tuple[str, ...]
