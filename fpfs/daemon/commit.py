@@ -12,6 +12,8 @@ Invariants:
   * A version is queued by the release of its last writable handle, by an fsync or synchronous
     write, by a rename of pending content, or by a truncation without a handle; never by a FLUSH.
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
+  * A version holds nothing of a writer that came after its close: an open for writing waits until
+    the drain of what was closed before has begun (`wait_drain_begun`).
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
 
@@ -176,6 +178,15 @@ class Commit:
             await self._wait_done(self._queue[-1])
         await self._catalog.make_durable()
 
+    async def wait_drain_begun(self, inode: Inode) -> None:
+        """Return when the drains of all queued versions of an inode have begun.
+
+        What is written from then on is behind their barriers and belongs to a later version.
+        """
+        while inode.pending and not self._last_entries[inode.ino].started:
+            self._awaited.set()
+            await self._changed.park()
+
     async def give_back(self, inode: Inode) -> None:
         """Delete an inode without a name now, and return when its space is free again.
 
@@ -295,6 +306,7 @@ class Commit:
                 entry.previous = None
             await inode.lock.acquire()
             entry.started = True
+            self._changed.unpark_all()
             # An inode without name and handle is about to be deleted: its bytes go nowhere. One
             # that is clean was drained for an entry ahead of this one.
             is_kept = inode.nlink or inode.handles

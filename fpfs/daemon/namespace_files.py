@@ -61,15 +61,18 @@ class Files:
         """
         inode.users += 1
         handle = next(self._numbers)
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             await self._inodes.load(inode)
+            if writable:
+                # What was closed is a version: nothing of this writer may get into it.
+                await self._commit.wait_drain_begun(inode)
             self._engine.open(handle, inode.ino, flags=flags)
             if flags & os.O_TRUNC:
                 await self._truncate_opened(handle, inode)
         except BaseException:
             self._inodes.release(inode)
             raise
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
         self._handles[handle] = _Handle(inode, writable)
         inode.handles += 1
         if writable:

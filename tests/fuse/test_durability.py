@@ -116,6 +116,24 @@ def test_a_torn_overwrite_leaves_old_or_new(fresh: Mount) -> None:
     assert path.read_bytes() == old
 
 
+@pytest.mark.parametrize("flags", [os.O_TRUNC, 0])
+def test_an_overwrite_right_after_a_close_leaves_what_was_closed(fresh: Mount, flags: int) -> None:
+    """The next writer comes before the commit of what was closed, and dies with the server."""
+    path = fresh.root / "checkpoint.pt"
+    old, new = random_bytes(SIZE, seed=7), random_bytes(SIZE, seed=8)
+    path.write_bytes(old)
+    fd = os.open(path, os.O_WRONLY | flags)
+    os.write(fd, new[: SIZE // 2])
+    # Versions become current in the order of closes, so this commits the first one.
+    with open(fresh.root / "behind", "wb") as behind:
+        behind.write(b"content")
+        behind.flush()
+        os.fsync(behind.fileno())
+    crash_and_mount(fresh)
+    close_dead(fd)
+    assert_same(path.read_bytes(), old)
+
+
 def test_wait_and_flush(mount: Mount, directory: Path) -> None:
     """A closed file is committed by itself soon; `fpfs-ctl flush` waits for it."""
     before = mount.status().commit.committed

@@ -52,6 +52,20 @@ async def test_a_flush_never_commits_and_the_last_release_does(size: int, tmp_pa
         assert await committed_size(mount, "file") == size
 
 
+@pytest.mark.parametrize("size", [10, LARGE])
+@trio.testing.trio_test
+async def test_what_was_closed_holds_nothing_of_the_next_writer(size: int, tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"a" * size)
+        again = await mount.open("file", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.write(again, 0, b"b")
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == size
+        mount.namespace.files.release(again)
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 1
+
+
 @trio.testing.trio_test
 async def test_a_reader_does_not_hold_up_the_commit(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
