@@ -66,7 +66,10 @@ def run(config: ServerConfig) -> int:
     except Exception as error:  # noqa: BLE001 (whatever failed, the starter must be told)
         cause = _only_cause(error)
         if not isinstance(cause, Refused):
-            _log.exception("the server failed")
+            if ready.pending and isinstance(cause, OSError):
+                _log.debug("the server could not start", exc_info=error)
+            else:
+                _log.exception("the server failed")
             cause = _unexpected(config, cause)
         ready.refuse(cause)
         return 1
@@ -92,9 +95,12 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
         errno.ENOMEM: "ask for less staging, or raise the memory lock limit (ulimit -l)",
         errno.EROFS: "mount the device's filesystem writable",
     }
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror and not error.filename:
+        what = error.strerror
     return Refused(
         asked=config.asked,
-        wrong=f"the server failed ({type(error).__name__}: {error})",
+        wrong=f"the server failed ({what})",
         remedy=remedies.get(getattr(error, "errno", 0), "its log says more"),
     )
 
@@ -105,6 +111,8 @@ class _Readiness:
     def __init__(self, config: ServerConfig) -> None:
         self._fd = config.ready_fd
         self._mountpoint = config.mountpoint
+        self.pending = True
+        """Whether nothing was told yet."""
 
     def announce(self, devices: DeviceSet) -> None:
         """The mount answers."""
@@ -122,6 +130,7 @@ class _Readiness:
         self._tell(Readiness(server_pid=os.getpid(), refusal=record))
 
     def _tell(self, readiness: Readiness) -> None:
+        self.pending = False
         if self._fd >= 0:
             # A starter that was killed meanwhile does not read: the mount goes on without it.
             try:

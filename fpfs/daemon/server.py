@@ -366,7 +366,11 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
             _log.info("%s", note)
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         remove_stale_arena(arena_path(devices.filesystem_id))
-        engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
+        try:
+            engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
+        except OSError:
+            await catalog.close()
+            raise
         server = Server(config=config, devices=devices, catalog=catalog, engine=engine)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)

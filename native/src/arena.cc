@@ -98,7 +98,11 @@ uint32_t RangeSet::taken_until(uint32_t offset) const {
 
 Result<std::unique_ptr<Arena>> Arena::create(const Config& config, std::string* warning) {
   std::unique_ptr<Arena> arena(new Arena());
-  if (Status status = arena->map(config, warning); !status.ok()) return status;
+  if (Status status = arena->map(config, warning); !status.ok()) {
+    // Only a file of our own: an existing one was not opened.
+    if (arena->fd_ >= 0) arena->remove();
+    return status;
+  }
   return arena;
 }
 

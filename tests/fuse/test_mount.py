@@ -328,3 +328,21 @@ def test_in_the_foreground_until_unmounted(places: tuple[Path, Path]) -> None:
         check_fpfs("umount", mountpoint)
         assert server.wait(timeout=60) == 0
         assert "ended; all is durable" in server.stderr.read()
+
+
+def test_staging_that_does_not_fit_leaves_nothing(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    device, mountpoint = places
+    before = set(os.listdir("/dev/shm"))
+    log = tmp_path / "log"
+    assert re.search(
+        r"the server failed \(staging arena /dev/shm/\S+: cannot allocate \d+ bytes: No space left"
+        r" on device\); make room .* or ask for less staging",
+        refusal("mount", "-d", device, "--log", log, "--staging", "1000T", mountpoint),
+    )
+    assert "Traceback" not in log.read_text()
+    made = {name for name in os.listdir("/dev/shm") if name not in before}
+    identity = json.loads((device / "fpfs.json").read_bytes())["filesystem_id"]
+    assert not [name for name in made if identity in name]
+    assert not (device / "catalog.db-wal").exists()
