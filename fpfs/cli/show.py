@@ -24,7 +24,8 @@ def run_app(app: App, arguments: Sequence[str]) -> int:
             arguments, exit_on_error=False, print_error=False, result_action="return_value"
         )
     except CycloptsError as error:
-        sys.stderr.write(f"{app.name[0]}: {' '.join(str(error).split())}; see --help\n")
+        wrong = " ".join(str(error).split()).rstrip(".")
+        sys.stderr.write(f"{app.name[0]}: {wrong}; see --help\n")
         return 2
     except Refused as refused:
         sys.stderr.write(f"{app.name[0]}: {refused}\n")

@@ -116,11 +116,12 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
-_KERNEL = frozenset(
-    "ro rw suid nosuid dev nodev exec noexec atime noatime sync async dirsync relatime".split(" ")
-)
+_KERNEL = frozenset("ro rw suid nosuid dev nodev exec noexec atime noatime sync async".split(" "))
 # Words of an fstab line that are meant for mount(8) and systemd; mount(8) passes some of them on.
-_IGNORED = frozenset("defaults auto noauto user nouser users owner group nofail _netdev".split(" "))
+# relatime is what the kernel does anyway, and fusermount3 does not know the word.
+_IGNORED = frozenset(
+    "defaults auto noauto user nouser users owner group nofail _netdev relatime".split(" ")
+)
 _VALUED = ("ack", "backend", "staging", "chunk", "depth", "receivers", "device", "log", "fsname")
 _FLAGS = ("allow_other", "noallow_other", "adopt")
 

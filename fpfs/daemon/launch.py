@@ -216,10 +216,11 @@ def stop(mountpoint: str) -> Flushed:
     asked = f"unmount {mountpoint}"
     entry = mount_at(mountpoint)
     if entry is None or not entry.is_fpfs:
-        found = "nothing" if entry is None else entry.filesystem_type
         raise Refused(
             asked=asked,
-            wrong=f"{found} is mounted there, not fpfs",
+            wrong="nothing is mounted there"
+            if entry is None
+            else f"{entry.filesystem_type} is mounted there, not fpfs",
             remedy="findmnt -t fuse.fpfs lists the mounts",
         )
     try:
@@ -230,7 +231,7 @@ def stop(mountpoint: str) -> Flushed:
         raise Refused(
             asked=asked,
             wrong=f"its server was gone ({refused.wrong}); the mount is taken away",
-            remedy="mount again to recover what was acknowledged",
+            remedy="mount again; what was not durable yet is lost, previous versions stay",
         ) from None
     with ending, ControlClient(entry, asked=asked) as flushing:
         # Asked before the unmount: a server with nothing left to do ends at once after it, and

@@ -44,7 +44,7 @@ def test_every_option_can_be_given() -> None:
 
 
 def test_words_for_other_programs_are_passed_over() -> None:
-    line = "defaults,noauto,nofail,_netdev,user,x-systemd.automount,x-gvfs-hide,comment=mine,,"
+    line = "defaults,relatime,noauto,nofail,_netdev,user,x-systemd.automount,x-gvfs-hide,comment=mine,,"
     assert parse_mount_options([line]) == MountOptions()
 
 
@@ -58,6 +58,7 @@ def test_the_last_one_wins() -> None:
     [
         ("bogus", r"-o bogus: fpfs has no such option; known are ack=, backend=.*adopt.*nosuid"),
         ("bogus=1", r"-o bogus=1: fpfs has no such option; known are"),
+        ("dirsync", r"-o dirsync: fpfs has no such option"),
         ("ack", r"-o ack: this option needs a value"),
         ("ack=", r"-o ack=: this option needs a value"),
         ("ack=never", r"ack=never: ack has no such setting; take one of early, close, durable"),
