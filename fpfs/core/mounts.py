@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILESYSTEM_TYPE = "fuse.fpfs"
+LINKS_MAX = 40
+"""Links in a row that are followed, as by the kernel."""
 
 
 class MountEntry(NamedTuple):
@@ -67,10 +69,22 @@ def resolve_mountpoint(path: str) -> str:
 
 
 def mount_at(mountpoint: str) -> MountEntry | None:
-    """What is mounted exactly at `mountpoint` (the topmost mount), or None."""
-    resolved = resolve_mountpoint(mountpoint)
-    found = [entry for entry in mount_table() if entry.mountpoint == resolved]
-    return found[-1] if found else None
+    """What is mounted exactly at `mountpoint` (the topmost mount), or None.
+
+    A link that leads to a mountpoint counts as the mountpoint, but is read only when nothing is
+    mounted at the path itself.
+    """
+    topmost = {entry.mountpoint: entry for entry in mount_table()}
+    path = mountpoint
+    for _ in range(LINKS_MAX):
+        resolved = resolve_mountpoint(path)
+        if resolved in topmost:
+            return topmost[resolved]
+        try:
+            path = os.path.join(os.path.dirname(resolved), os.readlink(resolved))
+        except OSError:
+            return None
+    return None
 
 
 def mount_containing(path: str) -> MountEntry:

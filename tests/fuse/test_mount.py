@@ -346,3 +346,18 @@ def test_staging_that_does_not_fit_leaves_nothing(
     identity = json.loads((device / "fpfs.json").read_bytes())["filesystem_id"]
     assert not [name for name in made if identity in name]
     assert not (device / "catalog.db-wal").exists()
+
+
+def test_a_link_to_the_mountpoint_is_the_mountpoint(tmp_path: Path) -> None:
+    with mounted() as mount:
+        link, second = tmp_path / "link", tmp_path / "second"
+        link.symlink_to(mount.root)
+        second.symlink_to("link")
+        device = tmp_path / "device"
+        device.mkdir()
+        assert f"fpfs is mounted at {mount.root} already" in refusal("mount", "-d", device, second)
+        check_fpfs("umount", second)
+        assert mount.entry() is None
+        mount.forget()
+        assert "nothing is mounted there" in refusal("umount", link)
+        mount.mount()

@@ -44,7 +44,7 @@ def test_every_option_can_be_given() -> None:
 
 
 def test_words_for_other_programs_are_passed_over() -> None:
-    line = "defaults,relatime,noauto,nofail,_netdev,user,x-systemd.automount,x-gvfs-hide,comment=mine,,"
+    line = "defaults,relatime,noauto,nofail,_netdev,user,x-systemd.automount,comment=mine,x-gvfs,,"
     assert parse_mount_options([line]) == MountOptions()
 
 
