@@ -44,5 +44,5 @@ def open_console() -> Console:
 def show_failures(flushed: Flushed) -> int:
     """Name what was not kept; returns the exit status."""
     for failure in flushed.failures:
-        sys.stderr.write(f"not kept, its previous version stays: {failure.message}\n")
+        sys.stderr.write(f"not kept: {failure.message}\n")
     return 1 if flushed.failures else 0

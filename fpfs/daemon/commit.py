@@ -399,8 +399,11 @@ class Commit:
         self._inodes.release(inode)
 
     def _record_failure(self, inode: Inode, error: OSError) -> None:
-        message = f"inode {inode.ino} keeps its previous version, the new one failed: {error}"
-        log.error("%s", message)
+        reason = error.strerror or str(error)
+        message = f"inode {inode.ino} keeps its previous version, the new one failed: {reason}"
+        known = self._failures.get(inode.ino)
+        if known is None or known.message != message:
+            log.error("%s", message)
         self._failures[inode.ino] = CommitFailure(
             ino=inode.ino, errno=error.errno or errno.EIO, message=message
         )

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from fpfs.daemon.inodes import Inode, InodeTable
 
 
+class ContentError(OSError):
+    """Bytes that could not be kept: the engine and the commit have said in the log which and why.
+
+    The operation that hears of it, and hears again at each try, has nothing to add.
+    """
+
+
 class Opened(NamedTuple):
     """An open file: its handle, and whether the kernel's page cache of it is still right."""
 
@@ -180,6 +187,6 @@ class Files:
         return opened
 
 
-def _io_error(code: int | None) -> OSError:
-    """Return the builtin error for an errno."""
-    return OSError(code, os.strerror(code or 0))
+def _io_error(code: int | None) -> ContentError:
+    """Return the error for an errno."""
+    return ContentError(code, os.strerror(code or 0))

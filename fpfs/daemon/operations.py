@@ -32,6 +32,7 @@ from fpfs.core.errors import FpfsError
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
 from fpfs.daemon.namespace_entries import Caller
+from fpfs.daemon.namespace_files import ContentError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -78,7 +79,7 @@ def _answer_to(error: Exception, operation: str, subject: object) -> int:
     code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     if isinstance(error, FpfsError) and code != errno.EIO:
         return code
-    if code in EXPECTED:
+    if code in EXPECTED or isinstance(error, ContentError):
         return code
     # Only what is no OSError is a bug, which needs its stack.
     trace = None if isinstance(error, OSError) else error

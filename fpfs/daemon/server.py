@@ -174,7 +174,8 @@ class Server:
         try:
             return await self.flush()
         except OSError as error:
-            message = f"names and versions since the last flush may be lost: {error}"
+            reason = error.strerror or str(error)
+            message = f"names and versions since the last flush may be lost: {reason}"
             _log.critical("%s", message)
             failed = metrics.failures(self._commit.statistics().failures)
             whole = Failure(ino=0, errno=error.errno or errno.EIO, message=message)

@@ -147,7 +147,12 @@ void File::record_error(int error, const std::string& what) {
   error_ = error;
   ++error_count_;
   drain_error_ = error;
-  plane_.log(40, "inode " + std::to_string(ino_) + ": " + what + ": " + std::strerror(error));
+  say_once(40, what + ": " + std::strerror(error));
+}
+
+void File::say_once(int level, const std::string& what) {
+  if (!said_.insert(what).second) return;
+  plane_.log(level, "inode " + std::to_string(ino_) + ": " + what);
 }
 
 // Takes a device out of use for errors that are its own. Space, missing objects and descriptors are

@@ -23,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -200,6 +201,8 @@ class File : public std::enable_shared_from_this<File> {
   void detach(Slot* slot) REQUIRES(mutex_);
   void release_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void record_error(int error, const std::string& what) REQUIRES(mutex_);
+  // Logs what went wrong, and not again until a drain has succeeded: a program may try for hours.
+  void say_once(int level, const std::string& what) REQUIRES(mutex_);
   // Why new blocks cannot go to a device, as far as this file knows (0: they can).
   int trouble_with(uint16_t device) REQUIRES(mutex_);
   void blame(uint16_t device, int error);
@@ -315,6 +318,7 @@ class File : public std::enable_shared_from_this<File> {
   int error_ GUARDED_BY(mutex_) = 0;
   uint64_t error_count_ GUARDED_BY(mutex_) = 0;
   int drain_error_ GUARDED_BY(mutex_) = 0;  // since the last barrier
+  std::set<std::string> said_ GUARDED_BY(mutex_);
   // Byte ranges that were acknowledged and could be kept nowhere: reading them is EIO.
   std::vector<std::pair<uint64_t, uint64_t>> lost_ GUARDED_BY(mutex_);
 };

@@ -159,9 +159,8 @@ void File::fetched(SlotIo* io, int result, Actions& actions) {
   Slot* slot = io->slot;
   if (result != 0) {
     slot->io_error = -result;
-    plane_.log(40, "inode " + std::to_string(ino_) + ": reading from device " +
-                       std::to_string(io->extent.place.device) +
-                       " what a write leaves of a block failed: " + std::strerror(-result));
+    say_once(40, "reading from device " + std::to_string(io->extent.place.device) +
+                     " what a write leaves of a block failed: " + std::strerror(-result));
   } else {
     const uint64_t chunk_first = slot->chunk * (placement_.chunk_bytes / kBlockBytes);
     const auto index = io->extent.block - chunk_first;
@@ -294,9 +293,9 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
     const bool tried = std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
     Device* device = plane_.device(number);
     if (tried || device == nullptr) continue;
-    plane_.log(30, "inode " + std::to_string(ino_) + ": writing to device " +
-                       std::to_string(failed) + " failed (" + std::strerror(-result) +
-                       "), its bytes go to device " + std::to_string(number));
+    say_once(30, "writing to device " + std::to_string(failed) + " failed (" +
+                     std::strerror(-result) + "), its bytes go to device " +
+                     std::to_string(number));
     actions.add([self = shared_from_this(), request = io.release(), device, number] {
       device->create_object(
           [self, request, device, number](int error, ObjectRef object, uint64_t id) {
@@ -483,6 +482,7 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
       self->draining_ = false;
       // A device that failed a flush may have lost what it took before: never trusted again.
       if (error != 0) self->record_error(error, "flushing to a device failed");
+      if (error == 0) self->said_.clear();
     }
     done(error, snapshot);
   };
