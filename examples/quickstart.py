@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.mounts import mount_at
 from fpfs.core.units import format_rate, format_size
 
 DEVICES = 4
@@ -92,9 +93,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[float]
 def run(tool: str, *arguments: str | Path) -> str:
     """Run fpfs or fpfs-ctl of this installation; its errors go to the terminal."""
     command = [Path(sys.executable).with_name(tool), *arguments]
-    return subprocess.run(
-        [str(word) for word in command], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    done = subprocess.run(
+        [str(word) for word in command], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"quickstart: {tool} {arguments[0]} failed; what it says is above")
+    return done.stdout
 
 
 def connection(path: Path) -> ControlClient:
@@ -108,6 +112,7 @@ class Demonstration:
     def __init__(self, folder: Path) -> None:
         self.devices = [folder / f"device{number}" for number in range(DEVICES)]
         self.mountpoint = folder / "ckpt"
+        self.log = folder / "server.log"
         for path in (*self.devices, self.mountpoint):
             path.mkdir(parents=True)
         self.checkpoint = self.mountpoint / "step5.pt"
@@ -115,7 +120,7 @@ class Demonstration:
     def mount(self) -> None:
         """Mount over the device folders."""
         devices = [word for device in self.devices for word in ("-d", str(device))]
-        run("fpfs", "mount", *devices, self.mountpoint)
+        run("fpfs", "mount", *devices, "--log", self.log, self.mountpoint)
         console.print(f"mounted [bold]{self.mountpoint}[/] over {DEVICES} device folders")
 
     def unmount(self) -> None:
@@ -210,8 +215,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(data_folder, "fpfs", "quickstart"))
     folder = parser.parse_args().folder
-    if os.path.ismount(folder / "ckpt"):
-        run("fpfs", "umount", folder / "ckpt")
+    if mount_at(str(folder / "ckpt")) is not None:
+        # An earlier run was killed; where its server is gone too, this says so and fails.
+        subprocess.run(
+            [Path(sys.executable).with_name("fpfs"), "umount", folder / "ckpt"], check=False
+        )
     shutil.rmtree(folder, ignore_errors=True)
     demonstrate(folder)
     shutil.rmtree(folder)
