@@ -30,7 +30,7 @@ def status(
     mountpoint: str,
     /,
     *,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     timeout: float = STATUS_TIMEOUT_S,
 ) -> int:
     """Show the figures of the mount at MOUNTPOINT.

@@ -41,9 +41,14 @@ def mount(
     device: Devices = None,
     option: Annotated[
         list[str] | None,
-        Parameter(name=["--option", "-o"], negative="", help="Options as in fstab, a,b=c."),
+        Parameter(
+            name=["--option", "-o"],
+            negative="",
+            help="Options as in fstab, a,b=c: the flags here, allow_other, noallow_other, adopt,"
+            " ro, nosuid, nodev, noexec, noatime; README.md has the table.",
+        ),
     ] = None,
-    foreground: Annotated[bool, Parameter(negative="")] = False,
+    foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     staging: str | None = None,
     chunk: str | None = None,
     depth: str | None = None,
@@ -61,18 +66,21 @@ def mount(
     foreground
         Serve in this process and log to stderr, until unmounted or interrupted.
     staging
-        Memory for acknowledged bytes on their way to the devices, such as 1G.
+        Memory for acknowledged bytes on their way to the devices, such as 512M (default: an
+        eighth of the memory, at most 1G).
     chunk
-        Bytes of a file on one device before the next device's turn, such as 1M.
+        Bytes of a file on one device before the next device's turn, such as 256K (default
+        1M).
     depth
-        Requests in flight on each device.
+        Requests in flight on each device (default 16).
     receivers
-        Threads that receive writes; more than one where many processes write at once.
+        Threads that receive writes, for many processes at once (default: one for four cores, at
+        most 8).
     backend
-        auto, io_uring or threads.
+        auto (the default), io_uring or threads.
     ack
-        early: write() answers when staged. close: close() waits until durable. durable: each
-        write() does.
+        early (the default): write() answers when staged. close: close() waits until durable.
+        durable: each write() does.
     log
         File for the server's log.
     """

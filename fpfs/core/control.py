@@ -91,7 +91,7 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The staging arena: `bytes_used` hold what is acknowledged and not yet on a device."""
+    """The staging arena. `bytes_used` are slots with acknowledged bytes, and one kept ready."""
 
     bytes_used: int
     bytes_total: int

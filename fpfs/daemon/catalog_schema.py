@@ -76,7 +76,7 @@ TABLES = (
 
 
 class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as the catalog knows it: its number in layouts, its identity, its last path."""
+    """One device as the catalog knows it: its number in layouts, its identity, its first path."""
 
     number: int
     device_id: str

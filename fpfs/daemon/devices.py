@@ -166,7 +166,8 @@ def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
     for path in paths:
         real = os.path.realpath(path)
         if not os.path.isdir(real):
-            state = "is not a directory" if os.path.lexists(real) else "does not exist"
+            with refusing(path, asked=asked):
+                state = "is not a directory" if _exists(real) else "does not exist"
             raise Refused(
                 asked=asked,
                 wrong=f"the device directory {path} {state}",
@@ -176,6 +177,15 @@ def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
             _check_apart(real, other, asked=asked)
         resolved.append(real)
     return resolved
+
+
+def _exists(path: str) -> bool:
+    """Whether there is something; raises OSError when that cannot be told."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _check_apart(path: str, other: str, *, asked: str) -> None:
