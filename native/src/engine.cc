@@ -167,10 +167,13 @@ std::shared_ptr<File> Engine::file(uint64_t ino) {
 Status Engine::unload(uint64_t ino) {
   const std::shared_ptr<File> found = file(ino);
   if (found == nullptr) return Status(ENOENT, "inode is not loaded");
-  const MutexLock lock(table_mutex_);
-  if (counts_.contains(ino)) return Status(EBUSY, "inode has open handles");
-  if (!found->idle()) return Status(EBUSY, "inode has unsaved bytes");
-  files_.erase(ino);
+  {
+    const MutexLock lock(table_mutex_);
+    if (counts_.contains(ino)) return Status(EBUSY, "inode has open handles");
+    if (!found->idle()) return Status(EBUSY, "inode has unsaved bytes");
+    files_.erase(ino);
+  }
+  found->retire();
   return {};
 }
 

@@ -166,6 +166,8 @@ class File : public std::enable_shared_from_this<File> {
   // --- moving to the devices (file_drain.cc) ---
   void drain(bool last, DrainDone done) EXCLUDES(mutex_);
   void committed(uint64_t sequence) EXCLUDES(mutex_);
+  // Gives back what is preallocated or made but in no version. The file is idle, and over.
+  void retire() EXCLUDES(mutex_);
   // Discards everything unsaved; `done` gets every object that the file held.
   void drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) EXCLUDES(mutex_);
 

@@ -528,6 +528,24 @@ void File::committed(uint64_t sequence) {
   actions.run();
 }
 
+void File::retire() {
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    dropped_ = true;  // an object that is still being made goes at once
+    const std::set<std::pair<uint16_t, uint64_t>> live = map_.objects();
+    for (const auto& [number, entry] : appenders_) {
+      if (live.contains({entry->device, entry->id})) submit_trim(entry, actions);
+    }
+    for (const auto& [key, object] : objects_) {
+      Device* device = plane_.device(key.first);
+      if (device == nullptr || live.contains(key)) continue;
+      actions.add([device, id = key.second] { device->remove_object(id, [](int) {}); });
+    }
+  }
+  actions.run();
+}
+
 void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) {
   Actions actions;
   {

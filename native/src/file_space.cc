@@ -168,7 +168,7 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
   request->length = entry->written_end;
   // Failing to give space back loses no data; the next trim or the removal gives it back.
   request->call = [self = shared_from_this()](int result) {
-    if (result != 0)
+    if (result != 0 && result != -ENOENT)
       self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
   };
   actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
@@ -362,6 +362,7 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
     entry.written_end = entry.next_block * kBlockBytes;
     map_.assign(run, &garbage_);
   }
+  ++sequence_;  // what an allocation that fails later has taken is committed, or it would be lost
   return {};
 }
 

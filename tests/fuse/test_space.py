@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
 
+from fpfs.testing.mounted import Mount
 from tests.support.contents import assert_same, random_bytes
 from tests.support.shadow import ShadowFile
 from tests.support.system import FallocateMode, errno_of, fallocate
@@ -288,3 +290,22 @@ def test_truncate_of_an_inline_file(target: Target, directory: Path) -> None:
         assert_same(path.read_bytes(), expected)
     target.remount()
     assert_same(path.read_bytes(), expected)
+
+
+def test_fsync_before_close_keeps_no_preallocation(mount: Mount, directory: Path) -> None:
+    """The close has nothing to commit then, and gives back what was allocated ahead all the same."""
+
+    def allocated() -> int:
+        objects = [path for device in mount.devices for path in (device / "objects").rglob("*")]
+        return sum(path.stat().st_blocks * 512 for path in objects)
+
+    before = allocated()
+    fd = os.open(directory / "file", os.O_WRONLY | os.O_CREAT)
+    for _ in range(48):
+        os.write(fd, bytes(CHUNK))
+    os.fsync(fd)
+    os.close(fd)
+    deadline_s = time.monotonic() + 10
+    while allocated() > before + 49 * CHUNK and time.monotonic() < deadline_s:
+        mount.flush()
+    assert allocated() <= before + 49 * CHUNK
