@@ -141,6 +141,7 @@ def run_group(
         with group.open(bench) as entries:
             contenders = [entry for entry in entries if isinstance(entry, Contender)]
             missing = tuple(entry for entry in entries if isinstance(entry, Missing))
+            _check_names(group, {entry.name for entry in entries})
             values = _play(contenders, rounds=rounds, progress=progress)
     except Unavailable as error:
         return _unmeasured(group, str(error), failed=False)
@@ -149,6 +150,13 @@ def run_group(
         return _unmeasured(group, f"failed: {error}", failed=True)
     verdicts = tuple(_judge(bound, values) for bound in group.bounds if _present(bound, values))
     return GroupResult(group=group, values=values, missing=missing, verdicts=verdicts)
+
+
+def _check_names(group: Group, names: set[str]) -> None:
+    """A bound on nobody would be skipped in silence, and could not fail."""
+    for bound in group.bounds:
+        unknown = {bound.contender, bound.peer} - names - {None}
+        assert not unknown, f"group {group.name}: nobody is called {sorted(map(str, unknown))}"
 
 
 def _unmeasured(group: Group, reason: str, *, failed: bool) -> GroupResult:

@@ -113,6 +113,15 @@ def test_what_is_missing_is_said_and_not_judged(bench: Bench) -> None:
     assert [missing.reason for missing in result.missing] == ["not installed"]
 
 
+def test_a_bound_on_nobody_is_an_error(bench: Bench) -> None:
+    for bound in (
+        Bound(contender="onw", figure=1),
+        Bound(contender="own", peer="pere", figure=1),
+    ):
+        with pytest.raises(AssertionError, match="nobody is called"):
+            play_values(bench, bounds=(bound,))
+
+
 def test_a_group_that_cannot_be_measured_says_why(bench: Bench) -> None:
     def play() -> float:
         raise Unavailable("needs root")
