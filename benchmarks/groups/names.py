@@ -57,8 +57,11 @@ def _relayed(mount: FpfsMount) -> int:
 def _open_stat(bench: Bench) -> Iterator[Sequence[Entry]]:
     with bench.worker() as worker, bench.fpfs() as mount:
         path = mount.path / "cached"
+        before_creation = _relayed(mount)
         path.write_bytes(b"content")
         mount.flush()
+        if _relayed(mount) == before_creation:
+            raise RuntimeError("creating a file did not count: no counter that stands still says 0")
 
         def play() -> float:
             before = _relayed(mount)
