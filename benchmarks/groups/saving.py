@@ -43,34 +43,22 @@ def saver(
 
 
 @contextlib.contextmanager
-def _early(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
-    total_bytes = state_bytes(tensors)
+def _rewrites(bench: Bench, tensors: int, *, fsync: bool) -> Iterator[Sequence[Entry]]:
+    """Saves over the file of the round before; without fsync also the bound that torch sets."""
     with (
         bench.worker(tensors=tensors) as worker,
         bench.plain() as plain,
         bench.naive() as naive,
         bench.fpfs() as mount,
     ):
-        common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": False}
+        common: dict[str, Any] = {
+            "worker": worker,
+            "total_bytes": state_bytes(tensors),
+            "fsync": fsync,
+        }
+        entries = [] if fsync else [saver("/dev/null", path=Path("/dev/null"), **common)]
         yield [
-            saver("/dev/null", path=Path("/dev/null"), **common),
-            saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
-            saver("filesystem", path=plain / FILE, **common),
-            saver("naive", path=naive / FILE, **common),
-        ]
-
-
-@contextlib.contextmanager
-def _synced(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
-    total_bytes = state_bytes(tensors)
-    with (
-        bench.worker(tensors=tensors) as worker,
-        bench.plain() as plain,
-        bench.naive() as naive,
-        bench.fpfs() as mount,
-    ):
-        common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": True}
-        yield [
+            *entries,
             saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
             saver("filesystem", path=plain / FILE, **common),
             saver("naive", path=naive / FILE, **common),
@@ -146,28 +134,28 @@ GROUPS = (
         name="save-early",
         title="torch.save until it returns",
         unit="GB/s",
-        open=lambda bench: _early(bench, bench.scale.tensors),
+        open=lambda bench: _rewrites(bench, bench.scale.tensors, fsync=False),
         bounds=EARLY_BOUNDS,
     ),
     Group(
         name="save-early-large",
         title="torch.save of 4 x the arena until it returns",
         unit="GB/s",
-        open=lambda bench: _early(bench, bench.scale.tensors_large),
+        open=lambda bench: _rewrites(bench, bench.scale.tensors_large, fsync=False),
         bounds=EARLY_BOUNDS,
     ),
     Group(
         name="save-fsync",
         title="torch.save and fsync",
         unit="GB/s",
-        open=lambda bench: _synced(bench, bench.scale.tensors),
+        open=lambda bench: _rewrites(bench, bench.scale.tensors, fsync=True),
         bounds=SYNCED_BOUNDS,
     ),
     Group(
         name="save-fsync-large",
         title="torch.save of 4 x the arena and fsync",
         unit="GB/s",
-        open=lambda bench: _synced(bench, bench.scale.tensors_large),
+        open=lambda bench: _rewrites(bench, bench.scale.tensors_large, fsync=True),
         bounds=SYNCED_BOUNDS,
     ),
     Group(
