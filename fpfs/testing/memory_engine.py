@@ -298,15 +298,17 @@ class MemoryEngine:
         file.draining = True
         self.calls.append(("drain", ino, last))
         try:
+            code = self._drain_errors.get(ino, 0)
+            # Of what was written when the drain began: a later write is not in it.
+            snapshot = None if code else self._snapshot(file)
             await self._drains_go.wait()
             await trio.lowlevel.checkpoint()
-            code = self._drain_errors.get(ino, 0)
-            if code:
+            if snapshot is None:
                 for handle, (held, _flags) in self._handles.items():
                     if held == ino:
                         self._errors[handle] = code
                 raise OSError(code, os.strerror(code))
-            return self._snapshot(file)
+            return snapshot
         finally:
             file.draining = False
 
