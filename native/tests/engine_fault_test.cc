@@ -3,7 +3,6 @@
 
 #include <cerrno>
 #include <chrono>
-#include <random>
 #include <string>
 #include <thread>
 
@@ -17,15 +16,17 @@ using testing::EngineFixture;
 using testing::EngineOptions;
 using testing::Ext4;
 using testing::LoopMount;
+using testing::random_bytes;
 using testing::Xfs;
 
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
 
-std::string random_bytes(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::string bytes(count, '\0');
-  for (char& byte : bytes) byte = static_cast<char>(random());
-  return bytes;
+// An engine whose device 0 is the filesystem of `mount`.
+EngineOptions over(const LoopMount& mount, int devices = 2) {
+  EngineOptions options;
+  options.devices = devices;
+  options.paths = {mount.path()};
+  return options;
 }
 
 uint64_t log_lines(Engine& engine, const std::string& part) {
@@ -40,9 +41,7 @@ uint64_t log_lines(Engine& engine, const std::string& part) {
 TEST_CASE("engine fault: what a lost device does not take goes to another one") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
-  EngineOptions options;
-  options.paths = {mount.path()};
-  EngineFixture fixture(options);
+  EngineFixture fixture(over(mount));
   const auto file = fixture.load(1);
   REQUIRE(mount.shut_down());
   const std::string bytes = random_bytes(4 * kPieceBytes, 1);
@@ -63,9 +62,7 @@ TEST_CASE("engine fault: what a lost device does not take goes to another one") 
 TEST_CASE("engine fault: staged bytes whose device is lost are written to another one") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
-  EngineOptions options;
-  options.paths = {mount.path()};
-  EngineFixture fixture(options);
+  EngineFixture fixture(over(mount));
   const auto file = fixture.load(2);  // its first chunk belongs to device 0
   const std::string bytes = random_bytes(100 * 1000, 4);
   REQUIRE(fixture.write(*file, 0, bytes) == 0);  // space is allocated there, nothing written yet
@@ -79,17 +76,16 @@ TEST_CASE("engine fault: staged bytes whose device is lost are written to anothe
 TEST_CASE("engine fault: bytes lost with a device before their flush are not committed") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
-  EngineOptions options;
-  options.paths = {mount.path()};
-  EngineFixture fixture(options);
+  EngineFixture fixture(over(mount));
   const auto file = fixture.load(2);
   const auto other = fixture.load(3);
-  const std::string bytes = random_bytes(options.chunk_bytes, 5);
+  const std::string bytes = random_bytes(fixture.options().chunk_bytes, 5);
   REQUIRE(fixture.write(*file, 0, bytes) == 0);  // a whole chunk: it goes to device 0 at once
   Device* device = fixture.engine().device(0);
   while (device->statistics().bytes_written < bytes.size()) std::this_thread::yield();
   REQUIRE(mount.shut_down());
   CHECK(fixture.commit(*file, false) == EIO);
+  CHECK(fixture.commit(*file, true) == EIO);  // what was lost once stays lost
   // A file that had nothing there goes on.
   CHECK(fixture.write(*other, 0, bytes) == 0);
   CHECK(fixture.commit(*other, true) == 0);
@@ -99,10 +95,7 @@ TEST_CASE("engine fault: bytes lost with a device before their flush are not com
 TEST_CASE("engine fault: with the only device lost the writer learns of it") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
-  EngineOptions options;
-  options.devices = 1;
-  options.paths = {mount.path()};
-  EngineFixture fixture(options);
+  EngineFixture fixture(over(mount, 1));
   const auto file = fixture.load(1);
   REQUIRE(mount.shut_down());
   const std::string bytes = random_bytes(kPieceBytes, 2);
@@ -116,10 +109,7 @@ TEST_CASE("engine fault: with the only device lost the writer learns of it") {
 TEST_CASE("engine fault: a full device refuses the write, keeps what it took, and recovers") {
   LoopMount mount(Ext4::name, Ext4::make, Ext4::image_bytes);
   if (!mount.ready()) return;
-  EngineOptions options;
-  options.devices = 1;
-  options.paths = {mount.path()};
-  EngineFixture fixture(options);
+  EngineFixture fixture(over(mount, 1));
   const auto file = fixture.load(1);
   const std::string bytes = random_bytes(kPieceBytes, 3);
   uint64_t taken = 0;

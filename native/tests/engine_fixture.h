@@ -36,6 +36,11 @@ class EngineFixture {
   ~EngineFixture() { engine_->close(); }
 
   Engine& engine() { return *engine_; }
+  std::string device_path(int number) const {
+    const auto index = static_cast<size_t>(number);
+    return index < options_.paths.size() ? options_.paths[index]
+                                         : directory_.path() + "/" + std::to_string(number);
+  }
   const EngineOptions& options() const { return options_; }
 
   void reopen() {
@@ -76,22 +81,29 @@ class EngineFixture {
     return done.wait();
   }
 
-  std::string read(File& file, uint64_t offset, size_t length) {
+  // The bytes in `result`; returns the error.
+  int try_read(File& file, uint64_t offset, size_t length, std::string* result) {
     struct Job : ReadJob {
       Delivery<int> finished;
-      std::string result;
-      void done(int failure, const char* data, size_t n) override {
-        if (failure == 0) result.assign(data, n);
+      std::string* to = nullptr;
+      void done(int failure, const char* from, size_t n) override {
+        if (failure == 0) to->assign(from, n);
         finished.put(failure);
       }
     } job;
     AlignedBuffer buffer((length / kIoAlignment + 3) * kIoAlignment);
+    job.to = result;
     job.offset = offset;
     job.length = length;
     job.buffer = buffer.data();
     file.read(&job);
-    REQUIRE(job.finished.wait() == 0);
-    return job.result;
+    return job.finished.wait();
+  }
+
+  std::string read(File& file, uint64_t offset, size_t length) {
+    std::string result;
+    REQUIRE(try_read(file, offset, length, &result) == 0);
+    return result;
   }
 
   int truncate(File& file, uint64_t size) {
@@ -118,15 +130,18 @@ class EngineFixture {
     return done.wait();
   }
 
-  // Drains and commits, as the commit module does.
-  int commit(File& file, bool last) {
+  // Waits until everything written is on the devices; what the catalog is then to make current.
+  int drain(File& file, bool last, SnapshotData* snapshot) {
     Delivery<int> done;
-    SnapshotData snapshot;
     file.drain(last, [&](int error, SnapshotData data) {
-      snapshot = std::move(data);
+      *snapshot = std::move(data);
       done.put(error);
     });
-    if (const int error = done.wait(); error != 0) return error;
+    return done.wait();
+  }
+
+  // Makes a drained snapshot current, and gives back what it replaced.
+  void make_current(File& file, const SnapshotData& snapshot) {
     Committed& committed = committed_[file.ino()];
     committed.size = snapshot.size;
     committed.content = snapshot.inline_content;
@@ -140,6 +155,13 @@ class EngineFixture {
     file.committed(snapshot.sequence);
     engine_->discard(snapshot.garbage);
     engine_->remove_objects(snapshot.dead);
+  }
+
+  // Drains and commits, as the commit module does.
+  int commit(File& file, bool last) {
+    SnapshotData snapshot;
+    if (const int error = drain(file, last, &snapshot); error != 0) return error;
+    make_current(file, snapshot);
     return 0;
   }
 
@@ -147,10 +169,7 @@ class EngineFixture {
   void open() {
     EngineConfig config;
     for (int i = 0; i < options_.devices; ++i) {
-      const auto index = static_cast<size_t>(i);
-      const std::string path = index < options_.paths.size()
-                                   ? options_.paths[index]
-                                   : directory_.path() + "/" + std::to_string(i);
+      const std::string path = device_path(i);
       std::filesystem::create_directories(path);
       config.devices.emplace_back(static_cast<uint16_t>(i), path);
     }
@@ -168,6 +187,14 @@ class EngineFixture {
   uint64_t opened_ = 0;
   std::map<uint64_t, Committed> committed_;
 };
+
+// `count` bytes that are the same for the same seed.
+inline std::string random_bytes(size_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::string bytes(count, '\0');
+  for (char& byte : bytes) byte = static_cast<char>(random());
+  return bytes;
+}
 
 // A seed that is new each run unless FPFS_SEED says otherwise; printed when a test fails.
 inline uint64_t test_seed() {

@@ -273,6 +273,57 @@ TEST_CASE("bytes cut off by a truncation do not come back") {
   CHECK(fixture.read(*file, 0, 100000) == std::string(70000, 'x') + std::string(30000, '\0'));
 }
 
+TEST_CASE("a small file equals a string under small operations") {
+  const uint64_t seed = test_seed();
+  CAPTURE(seed);
+  std::mt19937_64 random(seed);
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(10);
+  std::string model;
+  for (int step = 0; step < 600; ++step) {
+    const uint64_t at = random() % kInlineBytesMax;
+    const uint64_t n = std::min<uint64_t>(1 + random() % 500, kInlineBytesMax - at);
+    switch (random() % 8) {
+      case 0:
+      case 1: {
+        const uint64_t size = random() % 3 == 0 ? at : std::min(at, uint64_t{model.size()});
+        REQUIRE(fixture.truncate(*file, size) == 0);
+        model.resize(size);
+        break;
+      }
+      case 2:
+        REQUIRE(fixture.punch(*file, at, n) == 0);
+        for (uint64_t i = at; i < std::min<uint64_t>(at + n, model.size()); ++i) model[i] = '\0';
+        break;
+      case 3:
+        REQUIRE(fixture.commit(*file, false) == 0);
+        break;
+      default: {
+        const std::string bytes = random_bytes(n, random());
+        REQUIRE(fixture.write(*file, at, bytes) == 0);
+        if (model.size() < at + n) model.resize(at + n);
+        model.replace(at, n, bytes);
+      }
+    }
+    REQUIRE(fixture.read(*file, 0, kInlineBytesMax) == model);
+  }
+  REQUIRE(fixture.commit(*file, true) == 0);
+  fixture.reopen();
+  CHECK(fixture.read(*fixture.load(10), 0, kInlineBytesMax) == model);
+}
+
+TEST_CASE("what cannot be in a file is refused, and changes nothing") {
+  EngineFixture fixture;
+  const std::shared_ptr<File> file = fixture.load(11);
+  REQUIRE(fixture.write(*file, 0, "content") == 0);
+  for (const uint64_t offset : {kFileBytesMax, kFileBytesMax + 1, UINT64_MAX}) {
+    CHECK(fixture.write(*file, offset, "x") == EFBIG);
+    CHECK(fixture.allocate(*file, offset, 1, false) == EFBIG);
+  }
+  CHECK(fixture.truncate(*file, kFileBytesMax + 1) == EFBIG);
+  CHECK(fixture.read(*file, 0, 100) == "content");
+}
+
 TEST_CASE("seek finds data and holes") {
   EngineFixture fixture;
   const std::shared_ptr<File> file = fixture.load(9);

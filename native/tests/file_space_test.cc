@@ -1,0 +1,219 @@
+// What a file's bytes take on the devices: fresh places, what is given back, and what is promised.
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "engine_fixture.h"
+
+namespace fpfs::testing {
+namespace {
+
+constexpr uint64_t kChunkBytes = 256 * 1024;
+
+std::vector<std::filesystem::path> objects_of(const EngineFixture& fixture) {
+  std::vector<std::filesystem::path> found;
+  for (int i = 0; i < fixture.options().devices; ++i) {
+    for (const auto& entry :
+         std::filesystem::recursive_directory_iterator(fixture.device_path(i))) {
+      if (entry.is_regular_file()) found.push_back(entry.path());
+    }
+  }
+  return found;
+}
+
+// What all objects take on the devices' filesystems.
+uint64_t bytes_taken(const EngineFixture& fixture) {
+  uint64_t bytes = 0;
+  for (const auto& path : objects_of(fixture)) {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) == 0) bytes += static_cast<uint64_t>(status.st_blocks) * 512;
+  }
+  return bytes;
+}
+
+uint64_t blocks_of(const std::vector<Extent>& extents) {
+  uint64_t blocks = 0;
+  for (const Extent& extent : extents) blocks += extent.count;
+  return blocks;
+}
+
+}  // namespace
+
+TEST_CASE("what fallocate prepared is written in place, and none of it is given back") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(kChunkBytes, 1);
+  REQUIRE(fixture.allocate(*file, 0, kChunkBytes, false) == 0);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  CHECK(snapshot.garbage.empty());
+  CHECK(snapshot.dead.empty());
+  fixture.make_current(*file, snapshot);
+  CHECK(file->attributes().allocated_bytes == kChunkBytes);
+  fixture.reopen();
+  CHECK(fixture.read(*fixture.load(1), 0, kChunkBytes) == bytes);
+  CHECK(bytes_taken(fixture) <= kChunkBytes + kBlockBytes);
+}
+
+TEST_CASE("a rewrite goes to a fresh place, and what it replaced is given back with its commit") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const uint64_t far = kSegmentBlocks * kBlockBytes;  // in the next segment of the map
+  std::string near_bytes = random_bytes(kChunkBytes, 2);
+  std::string far_bytes = random_bytes(kChunkBytes, 3);
+  REQUIRE(fixture.write(*file, 0, near_bytes) == 0);
+  REQUIRE(fixture.write(*file, far, far_bytes) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+
+  near_bytes.replace(kBlockBytes, kBlockBytes, kBlockBytes, 'n');
+  REQUIRE(fixture.write(*file, kBlockBytes, std::string(kBlockBytes, 'n')) == 0);
+  SnapshotData refused;
+  REQUIRE(fixture.drain(*file, false, &refused) == 0);
+  CHECK(blocks_of(refused.garbage) == 1);
+  REQUIRE(refused.segments.size() == 1);
+
+  // The catalog did not take that snapshot: the next one tells the same again, and more.
+  far_bytes.replace(0, 2 * kBlockBytes, 2 * kBlockBytes, 'f');
+  REQUIRE(fixture.write(*file, far, std::string(2 * kBlockBytes, 'f')) == 0);
+  SnapshotData taken;
+  REQUIRE(fixture.drain(*file, true, &taken) == 0);
+  CHECK(blocks_of(taken.garbage) == 3);
+  CHECK(taken.segments.size() == 2);
+  fixture.make_current(*file, taken);
+  fixture.reopen();
+  const auto again = fixture.load(1);
+  CHECK(fixture.read(*again, 0, kChunkBytes) == near_bytes);
+  CHECK(fixture.read(*again, far, kChunkBytes) == far_bytes);
+}
+
+TEST_CASE("after the last close the devices hold what the bytes need and no more") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(5 * kChunkBytes + 70'000, 4);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  const uint64_t allocated = file->attributes().allocated_bytes;
+  CHECK(allocated >= bytes.size());
+  CHECK(allocated < bytes.size() + kBlockBytes);
+  fixture.engine().close();  // what was to be given back is given back
+  CHECK(bytes_taken(fixture) <= allocated + kBlockBytes);
+}
+
+TEST_CASE("what fallocate promised behind the end stays promised after the last close") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  constexpr uint64_t kPromised = 3 * kChunkBytes;
+  REQUIRE(fixture.allocate(*file, 0, kPromised, true) == 0);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 5)) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(file->attributes().allocated_bytes == kPromised);
+  fixture.engine().close();
+  CHECK(bytes_taken(fixture) >= kPromised);
+}
+
+TEST_CASE("a dropped file tells every object it had, committed or not") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  REQUIRE(fixture.write(*file, 0, random_bytes(2 * kChunkBytes, 6)) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+  REQUIRE(snapshot.objects.size() == 2);
+  Delivery<std::vector<ObjectKey>> dropped;
+  file->drop([&](std::vector<ObjectKey> objects) { dropped.put(std::move(objects)); });
+  CHECK(dropped.wait() == snapshot.objects);
+  CHECK(fixture.write(*file, 0, "x") == EIO);
+  CHECK(fixture.drain(*file, false, &snapshot) == ENOENT);
+}
+
+TEST_CASE("a part of a block whose rest cannot be read is lost, and nobody is told otherwise") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  REQUIRE(fixture.write(*fixture.load(1), 0, random_bytes(kChunkBytes, 7)) == 0);
+  REQUIRE(fixture.commit(*fixture.engine().file(1), true) == 0);
+  fixture.reopen();
+  for (const auto& object : objects_of(fixture)) std::filesystem::remove(object);
+  const auto file = fixture.load(1);
+  REQUIRE(fixture.engine().open_handle(1, 1, O_RDWR).ok());
+  REQUIRE(fixture.write(*file, 100, "new") == 0);
+  CHECK(fixture.commit(*file, false) != 0);
+  CHECK(fixture.commit(*file, false) != 0);
+  std::string found;
+  CHECK(fixture.try_read(*file, 100, 3, &found) == EIO);
+
+  REQUIRE(fixture.engine().open_handle(2, 1, O_RDWR).ok());
+  const auto error_of = [&](uint64_t id) {
+    const auto handle = fixture.engine().handle(id);
+    const MutexLock lock(handle->mutex);
+    return file->take_error(&handle->errors_seen);
+  };
+  CHECK(error_of(1) != 0);
+  CHECK(error_of(1) == 0);  // each handle hears of it once,
+  CHECK(error_of(2) == 0);  // and one that was opened later never
+
+  // A new content has nothing to do with the old one.
+  REQUIRE(fixture.truncate(*file, 0) == 0);
+  REQUIRE(fixture.write(*file, 0, std::string(kChunkBytes, 'y')) == 0);
+  CHECK(fixture.commit(*file, false) == 0);
+  CHECK(fixture.read(*file, 0, kChunkBytes) == std::string(kChunkBytes, 'y'));
+}
+
+TEST_CASE("what reads may still want is given back after them") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  Engine& engine = fixture.engine();
+  const auto file = fixture.load(1);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 8)) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+  const auto done = [&] {
+    std::vector<std::pair<uint64_t, int>> tickets;
+    for (const Event& event : engine.take_events()) {
+      if (const auto* each = std::get_if<DoneEvent>(&event)) {
+        tickets.emplace_back(each->ticket, each->error);
+      }
+    }
+    return tickets;
+  };
+  const auto wait_done = [&] {
+    auto tickets = done();
+    while (tickets.empty()) {
+      pollfd wait{engine.event_fd(), POLLIN, 0};
+      poll(&wait, 1, -1);
+      tickets = done();
+    }
+    return tickets;
+  };
+  const unsigned phase = engine.read_begin();
+  const uint64_t first = engine.remove_objects(snapshot.objects);
+  const size_t objects = objects_of(fixture).size();
+  std::this_thread::yield();
+  CHECK(done().empty());
+  CHECK(objects_of(fixture).size() == objects);
+  engine.read_end(phase);
+  CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{first, 0}});
+
+  // What is gone already is as it should be; a device that is not there is an error.
+  const uint64_t again = engine.remove_objects(snapshot.objects);
+  CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{again, 0}});
+  const uint64_t removed = engine.remove_objects({{uint16_t{9}, 1}});
+  CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{removed, ENODEV}});
+  const uint64_t discarded = engine.discard({Extent{0, 1, Place{1, 0, 9, false}}});
+  CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{discarded, ENODEV}});
+}
+
+TEST_CASE("a file with unsaved bytes or handles is not unloaded") {
+  EngineFixture fixture;
+  Engine& engine = fixture.engine();
+  const auto file = fixture.load(1);
+  REQUIRE(engine.open_handle(1, 1, O_RDWR).ok());
+  CHECK(engine.unload(1).error() == EBUSY);
+  CHECK_FALSE(engine.set_cached(engine.handle(1)));  // somebody may write
+  REQUIRE(fixture.write(*file, 0, "x") == 0);
+  engine.release_handle(1);
+  CHECK(engine.unload(1).error() == EBUSY);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(engine.unload(1).ok());
+}
+
+}  // namespace fpfs::testing
