@@ -438,8 +438,10 @@ void Engine::relieve_pressure() {
   // Sealed slots will be free soon; a spare and an orphan a channel thread will not.
   const uint64_t held_back = 2 * config_.channel_threads + 2;
   if (arena_->slot_count() - slots_free - arena_->aged_count() > held_back) return;
-  for (const Arena::Aged& aged : arena_->oldest(kPressureSlots)) {
-    aged.file->seal_for_pressure(aged.slot, aged.chunk);
+  // One that cannot go (no space for what was inline, or lent) does not keep others from going.
+  size_t sealed = 0;
+  for (const Arena::Aged& aged : arena_->oldest(arena_->slot_count())) {
+    if (aged.file->seal_for_pressure(aged.slot, aged.chunk) && ++sealed == kPressureSlots) return;
   }
 }
 

@@ -192,6 +192,7 @@ class File : public std::enable_shared_from_this<File> {
   struct Barrier {
     uint64_t epoch = 0;
     bool active = false;
+    std::function<void()> begun;  // under the lock, when what it covers is fixed
     std::function<void(Actions&, int error)> reached;  // under the lock
   };
   struct ChunkPiece;  // of a write
@@ -271,10 +272,13 @@ class File : public std::enable_shared_from_this<File> {
   void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
   void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
-  void add_barrier(std::function<void(Actions&, int)> reached, Actions& actions) REQUIRES(mutex_);
-  void start_barrier(Actions& actions) REQUIRES(mutex_);
+  void add_barrier(
+      std::function<void(Actions&, int)> reached, Actions& actions,
+      std::function<void()> begun = [] {}) REQUIRES(mutex_);
+  void begin_barrier(Actions& actions) REQUIRES(mutex_);
   void check_barrier(Actions& actions) REQUIRES(mutex_);
   void adopt(const std::vector<Extent>& written) REQUIRES(mutex_);
+  void note_state(SnapshotData* base) REQUIRES(mutex_);
   SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
   std::string compose_inline() REQUIRES(mutex_);
   void flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actions& actions)

@@ -354,16 +354,21 @@ void File::finish_slot(Slot* slot, Actions& actions) {
 
 // --- barriers ---
 
-void File::add_barrier(std::function<void(Actions&, int)> reached, Actions& actions) {
-  barriers_.push_back(Barrier{0, false, std::move(reached)});
-  if (barriers_.size() == 1) start_barrier(actions);
+void File::add_barrier(std::function<void(Actions&, int)> reached, Actions& actions,
+                       std::function<void()> begun) {
+  barriers_.push_back(Barrier{0, false, std::move(begun), std::move(reached)});
+  if (barriers_.size() > 1) return;
+  begin_barrier(actions);
+  check_barrier(actions);
 }
 
-void File::start_barrier(Actions& actions) {
+// Everything written so far is before the first barrier, and nothing else.
+void File::begin_barrier(Actions& actions) {
   seal_all(actions);
-  barriers_.front().epoch = epoch_++;
-  barriers_.front().active = true;
-  check_barrier(actions);
+  Barrier& barrier = barriers_.front();
+  barrier.epoch = epoch_++;
+  barrier.active = true;
+  barrier.begun();
 }
 
 void File::check_barrier(Actions& actions) {
@@ -376,11 +381,7 @@ void File::check_barrier(Actions& actions) {
     barriers_.pop_front();
     reached(actions, drain_error_);
     for (const auto& [chunk, chain] : chains_) maybe_issue(chain.front(), actions);
-    if (!barriers_.empty()) {
-      seal_all(actions);
-      barriers_.front().epoch = epoch_++;
-      barriers_.front().active = true;
-    }
+    if (!barriers_.empty()) begin_barrier(actions);
   }
 }
 
@@ -401,9 +402,17 @@ std::string File::compose_inline() {
   return content;
 }
 
-// What the catalog is to make current. `base` holds what was fixed when the drain began.
+void File::note_state(SnapshotData* base) {
+  base->sequence = sequence_;
+  base->size = size_;
+  base->mtime_ns = mtime_ns_;
+  base->ctime_ns = ctime_ns_;
+}
+
+// What the catalog is to make current. `base` holds what was noted when the barrier began.
 SnapshotData File::snapshot(SnapshotData base, bool last) {
-  map_.put_back(snapshot_segments_);  // of a snapshot that was never committed
+  if (inline_mode_) note_state(&base);  // inline bytes are those of now
+  map_.put_back(snapshot_segments_);    // of a snapshot that was never committed
   garbage_.insert(garbage_.end(), snapshot_garbage_.begin(), snapshot_garbage_.end());
   if (inline_mode_) base.inline_content = compose_inline();
   snapshot_segments_ = map_.take_changed();
@@ -445,29 +454,29 @@ void File::drain(bool last, DrainDone done) {
   Actions actions;
   {
     const MutexLock lock(mutex_);
-    SnapshotData base;
-    base.sequence = sequence_;
-    base.size = size_;
-    base.mtime_ns = mtime_ns_;
-    base.ctime_ns = ctime_ns_;
     if (dropped_ || draining_) {
       actions.add([done, error = dropped_ ? ENOENT : EBUSY] { done(error, {}); });
     } else if (inline_mode_ && barriers_.empty()) {
       draining_ = true;
-      flush_objects(last, snapshot(std::move(base), last), done, actions);
+      flush_objects(last, snapshot({}, last), done, actions);
     } else {
       draining_ = true;
+      const auto base = std::make_shared<SnapshotData>();
       add_barrier(
-          [this, base, last, done](Actions& after, int error) mutable {
+          [this, base, last, done](Actions& after, int error) {
             mutex_.assert_held();
             if (error != 0) {
               draining_ = false;
               after.add([done, error] { done(error, {}); });
               return;
             }
-            flush_objects(last, snapshot(std::move(base), last), done, after);
+            flush_objects(last, snapshot(std::move(*base), last), done, after);
           },
-          actions);
+          actions,
+          [this, base] {
+            mutex_.assert_held();
+            note_state(base.get());
+          });
     }
   }
   actions.run();

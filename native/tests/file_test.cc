@@ -225,6 +225,33 @@ TEST_CASE("a write over several chunks gets its slots although some are free") {
   }
 }
 
+TEST_CASE("a commit that waits for another operation holds nothing written meanwhile") {
+  constexpr uint64_t chunk = 256 * 1024;
+  for (int round = 0; round < 20; ++round) {
+    CAPTURE(round);
+    EngineFixture fixture;
+    std::shared_ptr<File> file = fixture.load(1);
+    REQUIRE(fixture.write(*file, 0, std::string(4 * chunk - 100, 'o')) == 0);
+    Delivery<int> punched;
+    file->punch(0, kBlockBytes, [&](int error) { punched.put(error); });
+    Delivery<SnapshotData> drained;
+    file->drain(false, [&](int error, SnapshotData snapshot) {
+      CHECK(error == 0);
+      drained.put(std::move(snapshot));
+    });
+    REQUIRE(fixture.write(*file, 4 * chunk - 100, std::string(100 + chunk, 'n')) == 0);
+    const SnapshotData snapshot = drained.wait();
+    REQUIRE(punched.wait() == 0);
+    fixture.make_current(*file, snapshot);
+    // The rest is lost, as when the server dies; what lies behind the end reads as zeros.
+    file.reset();
+    fixture.reopen();
+    file = fixture.load(1);
+    REQUIRE(fixture.truncate(*file, snapshot.size + 2 * chunk) == 0);
+    CHECK(fixture.read(*file, snapshot.size, chunk) == std::string(chunk, '\0'));
+  }
+}
+
 TEST_CASE("a small file stays inline until it outgrows the catalog") {
   EngineFixture fixture;
   const std::shared_ptr<File> file = fixture.load(5);

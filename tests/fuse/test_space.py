@@ -293,7 +293,7 @@ def test_truncate_of_an_inline_file(target: Target, directory: Path) -> None:
 
 
 def test_fsync_before_close_keeps_no_preallocation(mount: Mount, directory: Path) -> None:
-    """The close has nothing to commit then, and gives back what was allocated ahead all the same."""
+    """The close has nothing to commit then, and still gives back what was allocated ahead."""
 
     def allocated() -> int:
         objects = [path for device in mount.devices for path in (device / "objects").rglob("*")]
