@@ -33,8 +33,13 @@ LandingPool::~LandingPool() {
   for (char* buffer : free_) std::free(buffer);
 }
 
-char* LandingPool::take() {
+char* LandingPool::take(const std::function<void()>& before_wait) {
   MutexLock lock(mutex_);
+  if (free_.empty() && made_ == limit_) {
+    lock.unlock();
+    before_wait();
+    lock.lock();
+  }
   while (free_.empty() && made_ == limit_ && !stopped_) given_.wait(mutex_);
   if (stopped_) return nullptr;
   if (free_.empty()) {
@@ -128,13 +133,16 @@ void Channel::receive_loop(int thread) {
   r->thread = thread;
   r->ready.reset(epoll_create1(EPOLL_CLOEXEC));
   for (const auto& [fd, how] :
-       {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE}, {stop_fd_, EPOLLIN}}) {
+       {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE},
+        {socket_, EPOLLIN | EPOLLEXCLUSIVE},
+        {stop_fd_, EPOLLIN}}) {
     epoll_event event{};
     event.events = how;
+    event.data.fd = fd;
     if (epoll_ctl(r->ready.get(), EPOLL_CTL_ADD, fd, &event) != 0) return connection_lost(errno);
   }
   r->lease.thread = thread;
-  r->landing = landing_pool_.take();
+  r->landing = landing_pool_.take([] {});
   size_t received = 0;
   while (r->landing != nullptr && receive(*r, &received)) {
     dispatch(*r, received);
@@ -145,27 +153,34 @@ void Channel::receive_loop(int thread) {
   if (r->landing != nullptr) landing_pool_.give(r->landing);
 }
 
-// Waits for a request. False when the channel ends.
+// Waits for a request, and passes on what pyfuse3 answers meanwhile. False when the channel ends.
 bool Channel::wait_readable(Receiver& r) {
   static const bool several_cores = std::thread::hardware_concurrency() > 1;
-  epoll_event event{};
-  if (r.streaming && several_cores) {
-    const auto until = std::chrono::steady_clock::now() + kLookAgain;
-    do {
-      if (epoll_wait(r.ready.get(), &event, 1, 0) > 0) return !stopping_;
-    } while (std::chrono::steady_clock::now() < until);
+  for (;;) {
+    epoll_event event{};
+    int ready = 0;
+    if (r.expecting && several_cores) {
+      const auto until = std::chrono::steady_clock::now() + kLookAgain;
+      do {
+        ready = epoll_wait(r.ready.get(), &event, 1, 0);
+      } while (ready == 0 && std::chrono::steady_clock::now() < until);
+    }
+    while (ready <= 0) {
+      ready = epoll_wait(r.ready.get(), &event, 1, -1);
+      if (ready < 0 && errno != EINTR) return false;
+    }
+    if (stopping_) return false;
+    if (event.data.fd != socket_) return true;
+    r.expecting = true;  // who has an answer asks again
+    if (!relay_replies()) (void)epoll_ctl(r.ready.get(), EPOLL_CTL_DEL, socket_, nullptr);
   }
-  while (epoll_wait(r.ready.get(), &event, 1, -1) < 0) {
-    if (errno != EINTR) return false;
-  }
-  return !stopping_;
 }
 
 // One request into `head` and `payload`. False when the connection or the channel ends.
 bool Channel::receive(Receiver& r, size_t* received) {
   for (;;) {
     if (!wait_readable(r)) return false;
-    r.streaming = false;
+    r.expecting = false;
     predict(r);
     iovec parts[5];
     size_t count = 0;
@@ -261,7 +276,7 @@ void Channel::dispatch(Receiver& r, size_t received) {
   }
   switch (request.opcode()) {
     case FUSE_WRITE:
-      r.streaming = true;
+      r.expecting = true;
       return handle_write(r, request);
     case FUSE_READ:
       return handle_read(request);
@@ -283,8 +298,10 @@ void Channel::dispatch(Receiver& r, size_t received) {
     case FUSE_SETATTR:
       forget_stream(r, request.nodeid());
       end_lease(r);
+      r.expecting = true;
       return relay(request);
     default:
+      r.expecting = true;
       return relay(request);
   }
 }

@@ -3,11 +3,15 @@
 //   kernel ── /dev/fuse ──► channel threads ── WRITE, READ, FALLOCATE, LSEEK, ... answered here
 //                                │
 //                                └── everything else ──► seqpacket socket ──► pyfuse3
-//                                                   ◄── relay thread ◄── replies
+//                                 ◄── its replies ◄──
 //
 // A channel thread receives with readv: 80 bytes of headers, then the payload where the running
 // stream's next bytes belong (leased part of the open slot, then a spare slot), then a landing
 // buffer. When the guess was right, the kernel's copy was the only one.
+//
+// The replies of pyfuse3 are passed on by the channel threads, too: whoever got one asks again at
+// once, and then one thread is awake that takes both ways. When all of them wait for landing
+// buffers, the relay thread does it.
 //
 // Ownership: the channel owns both descriptors. Requests that wait own a landing buffer each; when
 //   those run out the threads stop receiving, so memory is bounded.
@@ -18,6 +22,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -36,7 +41,8 @@ class LandingPool {
  public:
   explicit LandingPool(size_t limit) : limit_(limit) {}
   ~LandingPool();
-  char* take() EXCLUDES(mutex_);  // waits; null after stop()
+  // Waits, after calling `before_wait`; null after stop().
+  char* take(const std::function<void()>& before_wait) EXCLUDES(mutex_);
   void give(char* buffer) EXCLUDES(mutex_);
   void stop() EXCLUDES(mutex_);
 
@@ -93,7 +99,7 @@ class Channel {
     Stream streams[8];
     size_t last_stream = 0;
     uint64_t clock = 0;
-    bool streaming = false;  // the last request was a write: the next one comes soon
+    bool expecting = false;  // a request or an answer is likely to come soon
     alignas(8) char head[wire::kWriteHeaderBytes];
   };
   struct ParkedWrite;
@@ -131,6 +137,7 @@ class Channel {
   void relay_forgets(const FuseRequest& request);
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
+  void wake_relay();
   bool relay_replies();
   void flush_backlog() EXCLUDES(relay_mutex_);
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
@@ -150,6 +157,7 @@ class Channel {
   std::atomic<bool> stopping_{false};
   std::atomic<bool> lost_{false};
   LandingPool landing_pool_;
+  std::atomic<size_t> receivers_waiting_{0};  // channel threads without a landing buffer
   ChannelStatistics statistics_;
   std::vector<std::thread> threads_;
 

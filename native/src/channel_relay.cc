@@ -91,8 +91,7 @@ void Channel::send(const iovec* parts, size_t count) {
     copy.append(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
   }
   backlog_.push_back(std::move(copy));
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
+  wake_relay();
 }
 
 void Channel::flush_backlog() {
@@ -104,16 +103,22 @@ void Channel::flush_backlog() {
   }
 }
 
+void Channel::wake_relay() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
+}
+
+// What channel threads must not wait for: room in the socket, and replies while they all wait.
 void Channel::relay_loop() {
   while (!stopping_) {
-    bool backlog = false;
+    short events = 0;
     {
       const MutexLock lock(relay_mutex_);
-      backlog = !backlog_.empty();
+      if (!backlog_.empty()) events |= POLLOUT;
     }
+    if (receivers_waiting_ >= engine_.config().channel_threads) events |= POLLIN;
     const bool interrupted = interrupted_waits();
-    pollfd wait[2] = {{socket_, static_cast<short>(POLLIN | (backlog ? POLLOUT : 0)), 0},
-                      {relay_fd_, POLLIN, 0}};
+    pollfd wait[2] = {{socket_, events, 0}, {relay_fd_, POLLIN, 0}};
     if (poll(wait, 2, interrupted ? kInterruptCheckMs : -1) < 0 && errno != EINTR) return;
     if (stopping_) return;
     if ((wait[1].revents & POLLIN) != 0) {

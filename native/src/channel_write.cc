@@ -104,7 +104,14 @@ void Channel::park_write(Receiver& r, std::unique_ptr<ParkedWrite> write) {
   }
   statistics_.parked_now.fetch_add(1);
   engine_.park([this, shared] { return attempt(*shared); });
-  r.landing = landing_pool_.take();  // waits when too many writes wait already
+  // Waits when too many writes wait already: somebody else passes replies on meanwhile.
+  bool waited = false;
+  r.landing = landing_pool_.take([&] {
+    waited = true;
+    receivers_waiting_.fetch_add(1);
+    wake_relay();
+  });
+  if (waited) receivers_waiting_.fetch_sub(1);
 }
 
 bool Channel::attempt(ParkedWrite& write) {
@@ -178,8 +185,7 @@ void Channel::handle_interrupt(const FuseRequest& request) {
   if (write == nullptr) return;  // not waiting here: it will be answered in due course
   write->interrupted = true;
   engine_.wake_soon();
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
+  wake_relay();
 }
 
 // Whether some waiting write was interrupted: its process may be killed later without another
