@@ -12,7 +12,8 @@ Invariants:
   * After a failed flush nothing more is written: the kernel may have dropped pages that it could
     not write, and a later flush would wrongly succeed.
 
-Concurrency: all coroutines are for the trio thread. One worker thread owns the connection; flushes
+Concurrency: all coroutines are for the trio thread. `catalog_worker` says where operations run: a
+single one on a catalog at rest in the trio thread itself, without letting other tasks run. Flushes
 run in trio's own threads, on a descriptor of their own, and do not hold up operations.
 """
 
@@ -175,15 +176,28 @@ class Catalog:
         """
         return await self._submit(operation, apply, RequestKind.URGENT_WRITE)
 
+    async def write_many(self, operation: Operation[Result]) -> Result:
+        """Run an operation like `write_urgently` that may touch many rows: always in the thread."""
+        result: Result = await self._submit(operation, None, RequestKind.URGENT_WRITE, is_long=True)
+        return result
+
     async def _submit(
-        self, operation: Operation[Any], apply: Callable[[Any], Any] | None, kind: RequestKind
+        self,
+        operation: Operation[Any],
+        apply: Callable[[Any], Any] | None,
+        kind: RequestKind,
+        *,
+        is_long: bool = False,
     ) -> Any:
         if self._closed:
             raise CatalogError("the catalog is closed")
         if self._flush_error is not None and kind is not RequestKind.READ:
             raise CatalogError(f"the catalog was stopped by a failed flush: {self._flush_error}")
-        task = trio.lowlevel.current_task()
-        self._worker.submit(Request(operation, apply, task, kind=kind))
+        request = Request(operation, apply, trio.lowlevel.current_task(), kind=kind)
+        if not is_long and self._worker.run_now(request):
+            assert request.outcome is not None, "it was run"
+            return request.outcome.unwrap()
+        self._worker.submit(request)
         return await trio.lowlevel.wait_task_rescheduled(_refuse_cancellation)
 
     def _batch_delivered(self, batch: Sequence[Request]) -> None:

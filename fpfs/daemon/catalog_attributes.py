@@ -1,6 +1,6 @@
 """Catalog operations on single inodes: attributes, symbolic link targets, extended attributes.
 
-Concurrency: every function runs in the catalog's thread, inside its transaction.
+Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
 
 from __future__ import annotations

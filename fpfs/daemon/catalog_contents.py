@@ -4,7 +4,7 @@ Invariants:
   * A version becomes current in one transaction: size, times, map and objects together.
   * Whatever a transaction takes out of use is entered into `removals` by the same transaction.
 
-Concurrency: every function runs in the catalog's thread, inside its transaction.
+Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
 
 from __future__ import annotations

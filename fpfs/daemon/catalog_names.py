@@ -7,7 +7,7 @@ Invariants:
   * An inode's nlink is its count of names, plus one for "." and one for each subdirectory's "..".
   * A directory that was removed has nlink 0; nothing is ever entered into it.
 
-Concurrency: every function runs in the catalog's thread, inside its transaction.
+Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
 
 from __future__ import annotations

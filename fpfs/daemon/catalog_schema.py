@@ -7,7 +7,7 @@ Invariants:
     and whose it is, so that a damaged or misplaced row is found before it is followed.
   * The -wal file is written before an operation is answered; it is flushed by `Catalog` only.
 
-Concurrency: the functions block; they run before trio starts, or in the catalog's thread.
+Concurrency: the functions block; they run before trio starts, or in the catalog's worker.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class Commit:
     async def _store(self, batch: list[_Entry]) -> None:
         """Run the transaction of a batch and tell the engine."""
         versions = [self._version(entry) for entry in batch]
-        removal = await self._catalog.write_urgently(lambda t: make_current(t, versions))
+        removal = await self._catalog.write_many(lambda t: make_current(t, versions))
         self._transactions += 1
         self._committed += len(batch)
         for entry, version in zip(batch, versions, strict=True):

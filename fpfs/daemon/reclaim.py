@@ -80,7 +80,7 @@ class Reclaim:
         """Delete inodes that an earlier mount left without a name, and take up its removals."""
         for start in range(0, len(orphans), DELETIONS_MAX):
             batch = [(ino, ()) for ino in orphans[start : start + DELETIONS_MAX]]
-            await self._catalog.write_urgently(partial(delete_inodes, inodes=batch))
+            await self._catalog.write_many(partial(delete_inodes, inodes=batch))
         self._inodes.count -= len(orphans)
         self.removals_recorded(await self._catalog.read(last_removal))
 
@@ -123,7 +123,7 @@ class Reclaim:
             if inode.is_regular and self._engine.loaded(inode.ino):
                 held = await self._engine.drop(inode.ino)
             deletions.append((inode.ino, held))
-        removal = await self._catalog.write_urgently(lambda t: delete_inodes(t, deletions))
+        removal = await self._catalog.write_many(lambda t: delete_inodes(t, deletions))
         for inode in batch:
             self._inodes.removed(inode)
         self.removals_recorded(removal)
@@ -155,7 +155,7 @@ class Reclaim:
                 return
             gone += await self._give_back(rows)
             if gone:
-                await self._catalog.write_urgently(partial(forget_removals, removals=gone))
+                await self._catalog.write_many(partial(forget_removals, removals=gone))
 
     async def _give_back(self, rows: Sequence[Removal]) -> list[int]:
         """Give back what rows name, one by one if it fails together; returns what is gone.

@@ -3,7 +3,7 @@
 A full device must still take the transaction that removes a file, or nothing could ever make room.
 The engine leaves some space when it allocates, but others may fill the filesystem too.
 
-Concurrency: catalog thread only, after the constructor.
+Concurrency: the catalog's worker only, after the constructor.
 """
 
 from __future__ import annotations
