@@ -28,6 +28,9 @@ from fpfs import _native
 crc32c = _native.crc32c
 """CRC32C (Castagnoli) of a bytes object, by the processor where it can."""
 
+KnownDirectories = _native.KnownDirectories
+"""What the channel may say of directories by itself; see native/src/known_directories.h."""
+
 BLOCK_BYTES = 64 * 1024
 """Grain of the block map, of rewrites and of checksums, in bytes."""
 
@@ -220,9 +223,9 @@ class Engine(Protocol):
     def events(self) -> AsyncIterator[Event]:
         """Everything the engine reports, in order; ends after `close`."""
 
-    def serve(self, fuse_fd: int) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:
         """Start the channel on a /dev/fuse descriptor (taken over); returns the descriptor that
-        pyfuse3 gets as ``/dev/fd/N``."""
+        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3."""
 
     def statistics(self) -> Mapping[str, object]:
         """Counters and gauges: ``staging`` (bytes_used, bytes_total, pinned), ``devices`` (by
@@ -388,9 +391,9 @@ class NativeEngine:
         async for event in self._receive:
             yield event
 
-    def serve(self, fuse_fd: int) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:
         """See `Engine.serve`."""
-        return self._native.serve(fuse_fd)
+        return self._native.serve(fuse_fd, directories)
 
     def statistics(self) -> Mapping[str, object]:
         """See `Engine.statistics`."""

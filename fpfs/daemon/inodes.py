@@ -1,6 +1,8 @@
 """Inodes in memory: attributes of what the kernel knows, and who uses them.
 
 Invariants:
+  * What the channel says of a directory is what is in memory: whoever changes a directory's
+    attributes calls `changed`, `names_changed` or `tell_channel` before the next await.
   * An inode is in the table while the kernel holds references to it (`lookups`) or anything here
     uses it (`users`: open handles, queued commits, operations under way). The root always is.
   * What the catalog holds is applied to the table in the catalog's order (`apply` functions), so
@@ -20,17 +22,25 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from fpfs.core.engine import Layout
+from fpfs.core.engine import KnownDirectories, Layout
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog_contents import Content, fetch_content
 from fpfs.daemon.catalog_schema import ROOT_INO
-from fpfs.daemon.known_names import KnownNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
+
+KERNEL_CACHE_S = 86_400
+"""How long the kernel may keep names and attributes: all changes go through this mount."""
+
+NAMES_MAX = 100_000
+"""Names in all sets of known names, about 10 MiB."""
+
+NAMES_LISTED_MAX = 1024
+"""Names of a directory that are worth reading to answer the lookups that follow."""
 
 EMPTY = Content(b"", [])
 """The content of a file without size and without preallocated space: not worth a query."""
@@ -134,7 +144,11 @@ class InodeTable:
         self._engine = engine
         self._inodes: dict[int, Inode] = {}
         self._on_removable: Callable[[Inode], None] | None = None
-        self.names = KnownNames()
+        self.directories = KnownDirectories(
+            names_max=NAMES_MAX, listed_max=NAMES_LISTED_MAX, valid_s=KERNEL_CACHE_S
+        )
+        """Names and attributes that the channel answers for. A directory's set of names, when there
+        is one, is complete as of the last transaction that was delivered."""
         self.count = catalog.inode_count_at_open
         """Inodes of the filesystem, in memory or not."""
 
@@ -191,6 +205,31 @@ class InodeTable:
             inode.mtime_ns = mtime_ns
         if inode.is_regular and self._engine.loaded(inode.ino):
             self._engine.set_times(inode.ino, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
+        self.tell_channel(inode)
+
+    def names_changed(self, directory: Inode, now_ns: int, *, nlink_change: int = 0) -> None:
+        """Change a directory as a transaction on its names did."""
+        directory.nlink += nlink_change
+        self.changed(directory, ctime_ns=now_ns, mtime_ns=now_ns)
+
+    def answer_for(self, inode: Inode) -> None:
+        """Let the channel answer for a directory's attributes from now on."""
+        if inode.is_directory:
+            self.directories.set_attributes(
+                ino=inode.ino,
+                mode=inode.mode,
+                nlink=inode.nlink,
+                uid=inode.uid,
+                gid=inode.gid,
+                atime_ns=inode.atime_ns,
+                mtime_ns=inode.mtime_ns,
+                ctime_ns=inode.ctime_ns,
+            )
+
+    def tell_channel(self, inode: Inode) -> None:
+        """Keep what the channel answers true after attributes of an inode changed."""
+        if inode.is_directory and self.directories.has_attributes(inode.ino):
+            self.answer_for(inode)
 
     async def load(self, inode: Inode) -> None:
         """Make a regular file's committed content known to the engine.
@@ -256,7 +295,7 @@ class InodeTable:
     def _drop(self, inode: Inode) -> None:
         self._inodes.pop(inode.ino, None)
         if inode.is_directory:
-            self.names.forget(inode.ino)
+            self.directories.forget(inode.ino)
 
 
 def encode_layout(layout: Layout) -> bytes:

@@ -15,7 +15,7 @@ not change it, as on a filesystem mounted noatime: reads never reach this module
 POSIX access control lists are not kept; their attributes (`system.*`) are refused as unsupported,
 as on a filesystem mounted without them. `user.*`, `trusted.*` and `security.*` attributes are.
 
-Concurrency: trio thread only; nothing here blocks. Operations on one directory or inode may overlap
+Concurrency: trio thread only. Operations on one directory or inode may overlap
 as far as the kernel lets them; each is one transaction of the catalog.
 """
 
@@ -34,7 +34,7 @@ from fpfs.daemon.catalog_attributes import (
     store_attributes,
 )
 from fpfs.daemon.catalog_names import list_names, look_up
-from fpfs.daemon.known_names import NAMES_LISTED_MAX
+from fpfs.daemon.inodes import NAMES_LISTED_MAX
 from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
 from fpfs.daemon.namespace_files import Files
@@ -99,13 +99,11 @@ class Namespace:
                 inode = await self._inodes.get(inode.parent)
             inode.lookups += 1
             return inode
-        if self._inodes.names.lacks(parent, name):
-            return None
         found = await self._catalog.read(lambda t: look_up(t, parent, name), apply=self._looked_up)
-        if found is None and self._inodes.names.wants(parent):
+        if found is None and self._inodes.directories.wants(parent):
             await self._catalog.read(
                 lambda t: list_names(t, parent, count=NAMES_LISTED_MAX + 1),
-                apply=lambda names: self._inodes.names.listed(parent, names),
+                apply=lambda names: self._inodes.directories.listed(parent, names),
             )
         return found
 
@@ -128,6 +126,7 @@ class Namespace:
         """Return an inode with current attributes; `NoSuchEntry` when it is gone."""
         inode = self._inodes.cached(ino) or await self._inodes.get(ino)
         self._inodes.refresh(inode)
+        self._inodes.answer_for(inode)
         return inode
 
     async def set_attributes(
@@ -188,6 +187,7 @@ class Namespace:
             if drops:
                 inode.drop_privileges()
             _apply_changes(inode, changes)
+            self._inodes.tell_channel(inode)
 
         await self._catalog.write(store, apply=apply)
 

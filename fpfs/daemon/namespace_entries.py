@@ -146,10 +146,10 @@ class Entries:
             inode = self._inodes.adopt(_row_of(ino, parent, new))
             inode.lookups += 1
             self._inodes.count += 1
-            _names_changed(directory, new.now_ns, nlink_change=int(inode.is_directory))
-            self._inodes.names.added(parent, name)
+            self._inodes.names_changed(directory, new.now_ns, nlink_change=int(inode.is_directory))
+            self._inodes.directories.added(parent, name)
             if inode.is_directory:
-                self._inodes.names.listed(ino, ())
+                self._inodes.directories.listed(ino, [])
             return inode
 
         return await self._catalog.write(
@@ -170,8 +170,8 @@ class Entries:
             inode.nlink += 1
             inode.lookups += 1
             self._inodes.changed(inode, ctime_ns=now_ns)
-            self._inodes.names.added(parent, name)
-            _names_changed(directory, now_ns)
+            self._inodes.directories.added(parent, name)
+            self._inodes.names_changed(directory, now_ns)
             return inode
 
         return await self._catalog.write(
@@ -188,8 +188,8 @@ class Entries:
         now_ns = time.time_ns()
 
         def unlinked(removed: Removed) -> Removed:
-            _names_changed(directory, now_ns)
-            self._inodes.names.removed(parent, name)
+            self._inodes.names_changed(directory, now_ns)
+            self._inodes.directories.removed(parent, name)
             self._lost_name(removed, now_ns)
             return removed
 
@@ -209,8 +209,8 @@ class Entries:
         now_ns = time.time_ns()
 
         def unlinked(removed: Removed) -> Removed:
-            _names_changed(directory, now_ns, nlink_change=-1)
-            self._inodes.names.removed(parent, name)
+            self._inodes.names_changed(directory, now_ns, nlink_change=-1)
+            self._inodes.directories.removed(parent, name)
             self._lost_name(removed, now_ns)
             return removed
 
@@ -241,9 +241,9 @@ class Entries:
             if done.unchanged:
                 return done
             self._renamed(done, from_directory, to_directory, now_ns)
-            self._inodes.names.added(*destination)
+            self._inodes.directories.added(*destination)
             if mode is not RenameMode.EXCHANGE:
-                self._inodes.names.removed(*source)
+                self._inodes.directories.removed(*source)
             return done
 
         done = await self._catalog.write(
@@ -266,8 +266,6 @@ class Entries:
         self, done: Renamed, from_directory: Inode, to_directory: Inode, now_ns: int
     ) -> None:
         """Change the inodes in memory as the catalog's rename did."""
-        _names_changed(from_directory, now_ns)
-        _names_changed(to_directory, now_ns)
         self._moved(done.moved, done.moved_is_directory, from_directory, to_directory, now_ns)
         if done.exchanged is not None:
             self._moved(
@@ -277,6 +275,8 @@ class Entries:
             if done.other_is_directory:
                 to_directory.nlink -= 1
             self._lost_name(done.replaced, now_ns)
+        self._inodes.names_changed(from_directory, now_ns)
+        self._inodes.names_changed(to_directory, now_ns)
 
     def _moved(
         self, ino: int, is_directory: bool, origin: Inode, directory: Inode, now_ns: int
@@ -318,12 +318,6 @@ def _check_name(name: bytes) -> None:
     """Refuse names that cannot be stored. The kernel refuses "", "." and ".."."""
     if len(name) > NAME_BYTES_MAX:
         raise NameTooLong(f"name of {len(name)} bytes, at most {NAME_BYTES_MAX} are possible")
-
-
-def _names_changed(directory: Inode, now_ns: int, *, nlink_change: int = 0) -> None:
-    """Change a directory in memory as a transaction on its names did."""
-    directory.mtime_ns = directory.ctime_ns = now_ns
-    directory.nlink += nlink_change
 
 
 def _row_of(ino: int, parent: int, new: NewInode) -> InodeRow:

@@ -8,7 +8,8 @@ Invariants:
     does not exist) is the caller's business; anything else is logged once, with the operation, the
     inode and the cause, and answered with EIO.
   * All changes go through this mount, so the kernel may keep names and attributes, also of names
-    that do not exist, until it is told otherwise.
+    that do not exist, until it is told otherwise. LOOKUP and GETATTR arrive only when the channel
+    does not know the answer (see `inodes`).
 
 Concurrency: coroutines on the trio thread; requests overlap.
 """
@@ -31,6 +32,7 @@ from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.errors import FpfsError
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
+from fpfs.daemon.inodes import KERNEL_CACHE_S
 from fpfs.daemon.namespace_entries import Caller
 from fpfs.daemon.namespace_files import ContentError
 
@@ -43,9 +45,6 @@ if TYPE_CHECKING:
     from fpfs.daemon.namespace_files import Opened
 
 log = logging.getLogger(__name__)
-
-CACHED_S = 86_400.0
-"""How long the kernel may keep names and attributes."""
 
 EXPECTED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.EBADF, errno.EROFS}
@@ -106,8 +105,8 @@ def _attributes_of(inode: Inode) -> EntryAttributes:
     entry.st_atime_ns = inode.atime_ns
     entry.st_mtime_ns = inode.mtime_ns
     entry.st_ctime_ns = inode.ctime_ns
-    entry.entry_timeout = CACHED_S
-    entry.attr_timeout = CACHED_S
+    entry.entry_timeout = float(KERNEL_CACHE_S)
+    entry.attr_timeout = float(KERNEL_CACHE_S)
     return entry
 
 
@@ -115,7 +114,7 @@ def _no_entry() -> EntryAttributes:
     """Return what tells the kernel to remember that a name does not exist."""
     entry = EntryAttributes()
     entry.st_ino = 0
-    entry.entry_timeout = CACHED_S
+    entry.entry_timeout = float(KERNEL_CACHE_S)
     return entry
 
 

@@ -89,6 +89,7 @@ class Server:
         self._catalog = catalog
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
+        self._directories = inodes.directories
         self._commit = Commit(catalog=catalog, engine=engine, inodes=inodes, ack=policy.ack)
         self._namespace = Namespace(
             catalog=catalog,
@@ -194,7 +195,7 @@ class Server:
         entry = mount_at(config.mountpoint)
         assert entry is not None, "fusermount3 said that it mounted"
         mounting.raise_read_ahead(entry.device)
-        return entry.device, self._engine.serve(fuse_fd)
+        return entry.device, self._engine.serve(fuse_fd, self._directories)
 
     async def _serve_names(self, ready: Callable[[], None], relay_fd: int) -> None:
         """Let pyfuse3 answer until the connection has ended."""

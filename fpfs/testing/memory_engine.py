@@ -27,6 +27,7 @@ from fpfs.core.engine import (
     EngineConfig,
     Event,
     FileAttributes,
+    KnownDirectories,
     Layout,
     ObjectId,
     Range,
@@ -400,7 +401,7 @@ class MemoryEngine:
         async for event in self._events_out:
             yield event
 
-    def serve(self, fuse_fd: int) -> int:  # noqa: ARG002
+    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:  # noqa: ARG002
         """There is no channel in memory."""
         raise OSError(errno.ENOSYS, "the memory engine serves no kernel")
 

@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -14,6 +15,7 @@
 #include "channel.h"
 #include "crc32c.h"
 #include "engine.h"
+#include "known_directories.h"
 
 namespace nb = nanobind;
 using namespace fpfs;
@@ -215,14 +217,81 @@ void bind_plane(nb::class_<Engine>& type) {
            })
       .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("serve",
-           [](Engine& engine, int fd) {
-             Result<int> result = engine.serve(fd);
+           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories) {
+             Result<int> result = engine.serve(fd, std::move(directories));
              check(result.status());
              return result.value();
            })
       .def("complete_write", &Engine::complete_write, nb::call_guard<nb::gil_scoped_release>())
       .def("statistics", &statistics)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+constexpr int64_t kNanosecondsASecond = 1'000'000'000;
+
+// Seconds since 1970, negative ones as the kernel's unsigned fields hold them, and the rest.
+std::pair<uint64_t, uint32_t> split_time(int64_t ns) {
+  int64_t seconds = ns / kNanosecondsASecond;
+  int64_t rest = ns % kNanosecondsASecond;
+  if (rest < 0) {
+    --seconds;
+    rest += kNanosecondsASecond;
+  }
+  return {static_cast<uint64_t>(seconds), static_cast<uint32_t>(rest)};
+}
+
+void bind_directories(nb::module_& module) {
+  nb::class_<KnownDirectories>(module, "KnownDirectories")
+      .def(nb::init<size_t, size_t, uint64_t>(), nb::kw_only(), nb::arg("names_max"),
+           nb::arg("listed_max"), nb::arg("valid_s"))
+      .def(
+          "set_attributes",
+          [](KnownDirectories& known, uint64_t ino, uint32_t mode, uint32_t nlink, uint32_t uid,
+             uint32_t gid, int64_t atime_ns, int64_t mtime_ns, int64_t ctime_ns) {
+            fuse_attr attributes{};
+            attributes.ino = ino;
+            attributes.mode = mode;
+            attributes.nlink = nlink;
+            attributes.uid = uid;
+            attributes.gid = gid;
+            attributes.blksize = static_cast<uint32_t>(kBlockBytes);
+            std::tie(attributes.atime, attributes.atimensec) = split_time(atime_ns);
+            std::tie(attributes.mtime, attributes.mtimensec) = split_time(mtime_ns);
+            std::tie(attributes.ctime, attributes.ctimensec) = split_time(ctime_ns);
+            known.set_attributes(attributes);
+          },
+          nb::kw_only(), nb::arg("ino"), nb::arg("mode"), nb::arg("nlink"), nb::arg("uid"),
+          nb::arg("gid"), nb::arg("atime_ns"), nb::arg("mtime_ns"), nb::arg("ctime_ns"))
+      .def("has_attributes", &KnownDirectories::has_attributes, nb::arg("directory"))
+      .def(
+          "lacks",
+          [](KnownDirectories& known, uint64_t directory, const nb::bytes& name) {
+            return known.lacks(directory, std::string_view(name.c_str(), name.size()));
+          },
+          nb::arg("directory"), nb::arg("name"))
+      .def("wants", &KnownDirectories::wants, nb::arg("directory"))
+      .def(
+          "listed",
+          [](KnownDirectories& known, uint64_t directory, const std::vector<nb::bytes>& names) {
+            std::vector<std::string> texts;
+            texts.reserve(names.size());
+            for (const nb::bytes& name : names) texts.push_back(from_bytes(name));
+            known.listed(directory, texts);
+          },
+          nb::arg("directory"), nb::arg("names"))
+      .def(
+          "added",
+          [](KnownDirectories& known, uint64_t directory, const nb::bytes& name) {
+            known.added(directory, from_bytes(name));
+          },
+          nb::arg("directory"), nb::arg("name"))
+      .def(
+          "removed",
+          [](KnownDirectories& known, uint64_t directory, const nb::bytes& name) {
+            known.removed(directory, from_bytes(name));
+          },
+          nb::arg("directory"), nb::arg("name"))
+      .def("forget", &KnownDirectories::forget, nb::arg("directory"));
 }
 
 void bind_open(nb::module_& module) {
@@ -254,6 +323,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
+  bind_directories(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
   bind_plane(type);

@@ -63,9 +63,10 @@ void LandingPool::stop() {
   given_.notify_all();
 }
 
-Channel::Channel(Engine& engine, int fuse_fd)
+Channel::Channel(Engine& engine, int fuse_fd, std::shared_ptr<KnownDirectories> directories)
     : engine_(engine),
       fuse_fd_(fuse_fd),
+      directories_(std::move(directories)),
       landing_pool_(kParkedWritesMax + engine.config().channel_threads) {}
 
 Channel::~Channel() {
@@ -132,10 +133,9 @@ void Channel::receive_loop(int thread) {
   auto r = std::make_unique<Receiver>();
   r->thread = thread;
   r->ready.reset(epoll_create1(EPOLL_CLOEXEC));
-  for (const auto& [fd, how] :
-       {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE},
-        {socket_, EPOLLIN | EPOLLEXCLUSIVE},
-        {stop_fd_, EPOLLIN}}) {
+  for (const auto& [fd, how] : {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE},
+                                {socket_, EPOLLIN | EPOLLEXCLUSIVE},
+                                {stop_fd_, EPOLLIN}}) {
     epoll_event event{};
     event.events = how;
     event.data.fd = fd;
@@ -286,6 +286,12 @@ void Channel::dispatch(Receiver& r, size_t received) {
       return handle_fallocate(request);
     case FUSE_COPY_FILE_RANGE:
       return handle_copy(request);
+    case FUSE_LOOKUP:
+      r.expecting = true;
+      return handle_lookup(request);
+    case FUSE_GETATTR:
+      r.expecting = true;
+      return handle_getattr(request);
     case FUSE_INTERRUPT:
       return handle_interrupt(request);
     case FUSE_FLUSH:

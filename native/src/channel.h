@@ -32,6 +32,7 @@
 #include "engine.h"
 #include "file_descriptor.h"
 #include "fuse_request.h"
+#include "known_directories.h"
 #include "thread_annotations.h"
 
 namespace fpfs {
@@ -68,7 +69,7 @@ struct ChannelStatistics {
 
 class Channel {
  public:
-  Channel(Engine& engine, int fuse_fd);
+  Channel(Engine& engine, int fuse_fd, std::shared_ptr<KnownDirectories> directories);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -130,6 +131,8 @@ class Channel {
   void handle_copy(const FuseRequest& request);
   void copy_range(uint64_t unique, const std::shared_ptr<File>& from, uint64_t from_offset,
                   const std::shared_ptr<File>& to, uint64_t to_offset, uint64_t length);
+  void handle_lookup(const FuseRequest& request);
+  void handle_getattr(const FuseRequest& request);
   void handle_interrupt(const FuseRequest& request);
   bool interrupted_waits() EXCLUDES(parked_mutex_);
 
@@ -151,6 +154,7 @@ class Channel {
 
   Engine& engine_;
   const int fuse_fd_;
+  const std::shared_ptr<KnownDirectories> directories_;
   int socket_ = -1;
   int stop_fd_ = -1;   // readable from stop() on
   int relay_fd_ = -1;  // wakes the relay thread

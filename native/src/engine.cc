@@ -447,8 +447,8 @@ void Engine::relieve_pressure() {
 
 // --- channel ---
 
-Result<int> Engine::serve(int fuse_fd) {
-  channel_ = std::make_unique<Channel>(*this, fuse_fd);
+Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories) {
+  channel_ = std::make_unique<Channel>(*this, fuse_fd, std::move(directories));
   return channel_->start(config_.channel_threads);
 }
 

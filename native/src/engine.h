@@ -25,6 +25,7 @@
 namespace fpfs {
 
 class Channel;
+class KnownDirectories;
 
 enum class Ack { Early, Close, Durable };
 
@@ -115,7 +116,8 @@ class Engine : public Plane {
   uint64_t discard(std::vector<Extent> ranges);
   uint64_t remove_objects(std::vector<ObjectKey> objects);
 
-  Result<int> serve(int fuse_fd);
+  // `directories`: what the channel may say of them by itself.
+  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories);
   void complete_write(uint64_t ticket, int error);
   Channel* channel() { return channel_.get(); }
   ReadBuffers& read_buffers() { return *read_buffers_; }

@@ -9,11 +9,16 @@ import ctypes
 import enum
 import errno
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW = 0x100
+AT_STATX_FORCE_SYNC = 0x2000
+STATX_BASIC_STATS = 0x7FF
 
 
 class RenameFlag(enum.IntFlag):
@@ -55,6 +60,39 @@ def fallocate(fd: int, *, mode: FallocateMode, offset: int, length: int) -> None
     """fallocate(2), without glibc's emulation."""
     result = _libc.fallocate(fd, ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(length))
     _check(result, f"fallocate mode {int(mode)} offset {offset} length {length}")
+
+
+class ServerStat(NamedTuple):
+    """Attributes as the server of a filesystem has them now."""
+
+    nlink: int
+    uid: int
+    gid: int
+    mode: int
+    atime_ns: int
+    ctime_ns: int
+    mtime_ns: int
+
+
+_STATX = struct.Struct("=16xIIIH2x32x qI4x 16x qI4x qI4x")
+
+
+def stat_from_server(path: Path | str) -> ServerStat:
+    """statx(2), not from the kernel's cache."""
+    buffer = ctypes.create_string_buffer(256)
+    result = _libc.statx(
+        AT_FDCWD,
+        os.fsencode(path),
+        ctypes.c_int(AT_STATX_FORCE_SYNC | AT_SYMLINK_NOFOLLOW),
+        ctypes.c_uint(STATX_BASIC_STATS),
+        buffer,
+    )
+    _check(result, f"statx {path}")
+    nlink, uid, gid, mode, *times = _STATX.unpack_from(buffer, 0)
+    seconds, nanoseconds = times[::2], times[1::2]
+    return ServerStat(
+        nlink, uid, gid, mode, *(s * 10**9 + n for s, n in zip(seconds, nanoseconds, strict=True))
+    )
 
 
 def syncfs(fd: int) -> None:
