@@ -121,4 +121,122 @@ TEST_CASE("arena: a file that is there already is not taken over") {
   CHECK_FALSE(std::filesystem::exists(named.path));
 }
 
+TEST_CASE("arena: the header tells where everything is, and nothing lies over anything else") {
+  constexpr uint64_t count = 300;  // so many that the slots' records fill several pages
+  TempDirectory directory;
+  const std::string path = directory.path() + "/arena";
+  std::string warning;
+  auto made = Arena::create({path, "some-id", count * kSlotBytes, kSlotBytes}, &warning);
+  REQUIRE_MESSAGE(made.ok(), made.status().message());
+  arena::Header header{};
+  std::ifstream file(path, std::ios::binary);
+  file.read(reinterpret_cast<char*>(&header), sizeof header);
+  REQUIRE(file.good());
+  CHECK(header.crc == crc32c(0, reinterpret_cast<char*>(&header), offsetof(arena::Header, crc)));
+  CHECK(header.slot_count == count);
+  CHECK(header.slot_bytes == kSlotBytes);
+  uint64_t end = header.header_bytes;
+  for (const arena::TableEntry& table : header.tables) {
+    if (table.kind == arena::Table::None) continue;
+    CHECK(table.offset >= end);
+    end = table.offset + table.count * table.record_bytes;
+  }
+  CHECK(header.tables[0].count == 2 * count);
+  CHECK(header.data_offset >= end);
+  CHECK(header.data_offset + count * kSlotBytes == std::filesystem::file_size(path));
+  // The first slot's memory is where the header says.
+  Slot* slot = made.value()->take();
+  REQUIRE(slot->index == 0);
+  std::memcpy(slot->data, "first", 5);
+  std::string found(5, '\0');
+  file.seekg(static_cast<std::streamoff>(header.data_offset));
+  file.read(found.data(), 5);
+  CHECK(found == "first");
+}
+
+TEST_CASE("arena: a handle that is not recorded is not forgotten in the place of another") {
+  Named named;
+  REQUIRE(named.arena->record_handle(11, 1, O_RDWR).ok());
+  REQUIRE(named.arena->record_handle(13, 1, O_RDWR).ok());
+  for (const uint64_t handle : {10, 12, 14}) named.arena->forget_handle(handle);
+  CHECK(named.open_handles() == std::vector<uint64_t>{11, 13});
+}
+
+TEST_CASE("arena: a slot that was given back is as new") {
+  Named named;
+  Slot* slot = named.arena->take();
+  slot->chunk = 5;
+  slot->ranges.add(0, 100);
+  slot->reserved.set(0);
+  slot->written.push_back(Extent{0, 1, Place{}});
+  slot->pending_io = 1;
+  slot->io_error = EIO;
+  slot->lease = 0;
+  slot->seal_wanted = slot->sealed = slot->issued = slot->orphan = true;
+  slot->give_when_unpinned = true;
+  named.arena->age_add(slot);
+  CHECK(named.arena->aged_count() == 1);
+  named.arena->give(slot);
+  CHECK(named.arena->aged_count() == 0);
+  CHECK(named.arena->oldest(kSlotCount).empty());
+  CHECK(named.arena->free_count() == kSlotCount);
+  REQUIRE(named.arena->take() == slot);
+  CHECK(slot->ranges.empty());
+  CHECK(slot->reserved.none());
+  CHECK(slot->written.empty());
+  CHECK(slot->pending_io == 0);
+  CHECK(slot->io_error == 0);
+  CHECK(slot->lease == -1);
+  CHECK_FALSE((slot->seal_wanted || slot->sealed || slot->issued || slot->orphan));
+  CHECK_FALSE(slot->give_when_unpinned);
+}
+
+TEST_CASE("arena: slots are told oldest first, whichever go before") {
+  for (uint64_t gone = 0; gone < kSlotCount; ++gone) {
+    CAPTURE(gone);
+    Named named;
+    std::vector<Slot*> slots;
+    for (uint64_t i = 0; i < kSlotCount; ++i) {
+      slots.push_back(named.arena->take());
+      named.arena->age_add(slots.back());
+    }
+    named.arena->age_remove(slots[gone]);
+    slots.erase(slots.begin() + static_cast<std::ptrdiff_t>(gone));
+    std::vector<Slot*> told;
+    for (const Arena::Aged& aged : named.arena->oldest(kSlotCount)) told.push_back(aged.slot);
+    CHECK(told == slots);
+    CHECK(named.arena->aged_count() == slots.size());
+    CHECK(named.arena->oldest(2).size() == 2);
+    for (Slot* slot : slots) named.arena->give(slot);
+    CHECK(named.arena->oldest(kSlotCount).empty());
+  }
+}
+
+TEST_CASE("ranges: a set of bytes, in few pieces") {
+  RangeSet ranges;
+  for (uint32_t i = 0; i < 8; ++i) ranges.add(100 * i, 100 * i + 50);
+  REQUIRE(ranges.count() == 8);
+  CHECK(ranges.would_exceed(860, 870, 8));
+  CHECK_FALSE(ranges.would_exceed(860, 870, 9));
+  CHECK_FALSE(ranges.would_exceed(750, 870, 8));  // continues the last one
+  CHECK_FALSE(ranges.would_exceed(50, 60, 8));    // continues the first one
+  CHECK_FALSE(ranges.would_exceed(60, 100, 8));   // is continued by the second one
+  CHECK(ranges.would_exceed(51, 99, 8));
+  ranges.add(50, 100);
+  CHECK(ranges.count() == 7);
+  CHECK(ranges.covers(0, 150));
+  CHECK_FALSE(ranges.covers(0, 151));
+  CHECK_FALSE(ranges.intersects(150, 200));
+  CHECK(ranges.intersects(149, 150));
+  CHECK(ranges.free_until(150, 1000) == 200);
+  CHECK(ranges.free_until(149, 1000) == 149);
+  CHECK(ranges.free_until(750, 1000) == 1000);
+  CHECK(ranges.taken_until(0) == 150);
+  CHECK(ranges.taken_until(150) == 150);
+  ranges.clip(300);
+  CHECK(ranges.count() == 2);  // none that is empty
+  ranges.clip(220);
+  CHECK(ranges.last_end() == 220);
+}
+
 }  // namespace fpfs::testing

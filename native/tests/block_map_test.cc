@@ -1,9 +1,11 @@
 // The block map against an array of places, and its segments against what a disk can do to them.
 #include <doctest/doctest.h>
 
+#include <cstring>
 #include <random>
 
 #include "block_map.h"
+#include "crc32c.h"
 #include "engine_fixture.h"
 
 namespace fpfs::testing {
@@ -82,6 +84,47 @@ TEST_CASE("changed segments are taken once, and again when they were put back") 
   map.erase(0, UINT64_MAX, nullptr);
   CHECK(map.take_changed() == changed);
   CHECK(map.encode_segment(0).empty());
+}
+
+TEST_CASE("a segment whose checksum is right and whose runs are not is refused") {
+  // Of the format: a header of 16 bytes, the last four the count of runs; runs of 24 bytes, that
+  // begin with the block and the count; four bytes of zero; the checksum.
+  BlockMap map;
+  map.assign(Extent{3, 10, Place{77, 5, 1, false}}, nullptr);
+  map.assign(Extent{20, 2, Place{78, 0, 0, true}}, nullptr);
+  const std::string blob = map.encode_segment(0);
+  REQUIRE(blob.size() == 16 + 2 * 24 + 8);
+  const auto with = [&](size_t position, uint32_t value) {
+    std::string changed = blob.substr(0, blob.size() - sizeof value);
+    std::memcpy(changed.data() + position, &value, sizeof value);
+    const uint32_t crc = crc32c(0, changed.data(), changed.size());
+    return changed.append(reinterpret_cast<const char*>(&crc), sizeof crc);
+  };
+  constexpr size_t kFormat = 4;
+  constexpr size_t kRunCount = 12;
+  constexpr size_t kFirst = 16;
+  constexpr size_t kSecond = kFirst + 24;
+  constexpr size_t kCount = 4;
+  for (const std::string& damaged : {
+           with(0, 0),
+           with(kFormat, 2),
+           with(kRunCount, 3),
+           with(kFirst + kCount, 0),
+           with(kFirst, kSegmentBlocks - 9),
+           with(kFirst, kSegmentBlocks),
+           with(kFirst, UINT32_MAX),
+           with(kFirst + kCount, UINT32_MAX),
+           with(kSecond, 12),                 // over the first run's last block
+           with(kSecond + kCount, kSegmentBlocks),
+       }) {
+    BlockMap victim;
+    CHECK(victim.decode_segment(0, damaged).error() == EIO);
+  }
+  BlockMap good;
+  CHECK(good.decode_segment(0, with(kFirst, 10)).ok());
+  CHECK(good.block_count() == 12);
+  BlockMap last;
+  CHECK(last.decode_segment(0, with(kSecond, kSegmentBlocks - 2)).ok());
 }
 
 }  // namespace fpfs::testing

@@ -21,6 +21,7 @@ struct EngineOptions {
   uint64_t slots = 32;
   std::vector<std::string> paths =
       {};  // of the first devices; temporary directories for the others
+  Ack ack = Ack::Early;
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -91,7 +92,9 @@ class EngineFixture {
         finished.put(failure);
       }
     } job;
-    AlignedBuffer buffer((length / kIoAlignment + 3) * kIoAlignment);
+    const size_t bytes = (length / kIoAlignment + 3) * kIoAlignment;
+    AlignedBuffer buffer(bytes);
+    std::memset(buffer.data(), 0xa5, bytes);  // as if others had read into it before
     job.to = result;
     job.offset = offset;
     job.length = length;
@@ -176,6 +179,7 @@ class EngineFixture {
     config.slot_bytes = options_.chunk_bytes;
     config.staging_bytes = options_.slots * options_.chunk_bytes;
     config.object_base = ++opened_;
+    config.ack = options_.ack;
     auto opened = Engine::open(config);
     REQUIRE_MESSAGE(opened.ok(), opened.status().message());
     engine_ = opened.take();

@@ -1,0 +1,431 @@
+// The channel with a socket in the place of /dev/fuse: what no kernel sends, what waits, and where
+// payloads land.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <set>
+
+#include "engine_fixture.h"
+#include "file_descriptor.h"
+#include "fuse_wire.h"
+#include "known_directories.h"
+
+namespace fpfs::testing {
+namespace {
+
+constexpr uint64_t kChunkBytes = wire::kMaxWriteBytes;
+constexpr uint64_t kSlots = 16;
+constexpr uint64_t kIno = 1;
+constexpr uint64_t kHandle = 11;
+constexpr uint32_t kNobody = 0x7ffffff0;  // no process has this number
+// A message of a socket holds no more without privileges; with its headers.
+constexpr size_t kPieceBytes = 150'000;
+
+struct Reply {
+  int error = 0;
+  std::string body;
+};
+
+template <typename T>
+std::string bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+// The kernel's side of the connection, and pyfuse3's.
+class Kernel {
+ public:
+  explicit Kernel(Ack ack = Ack::Early) : fixture_(options(ack)) {
+    int pair[2];
+    REQUIRE(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    kernel_.reset(pair[0]);
+    auto served = fixture_.engine().serve(pair[1], directories_);
+    REQUIRE_MESSAGE(served.ok(), served.status().message());
+    python_.reset(served.take());
+    open(kIno, kHandle);
+  }
+  // The channel's threads end before the connection does.
+  ~Kernel() { fixture_.engine().close(); }
+
+  EngineFixture& fixture() { return fixture_; }
+  Engine& engine() { return fixture_.engine(); }
+  std::shared_ptr<File> file() { return engine().file(kIno); }
+  void open(uint64_t ino, uint64_t handle) {
+    fixture_.load(ino);
+    REQUIRE(engine().open_handle(handle, ino, O_RDWR).ok());
+  }
+
+  uint64_t send(uint32_t opcode, const std::string& body, uint32_t pid = kNobody) {
+    fuse_in_header header{};
+    header.len = static_cast<uint32_t>(sizeof header + body.size());
+    header.opcode = opcode;
+    header.unique = unique_ += 2;
+    header.nodeid = kIno;
+    header.pid = pid;
+    const std::string message = bytes_of(header) + body;
+    REQUIRE(::send(kernel_.get(), message.data(), message.size(), 0) ==
+            static_cast<ssize_t>(message.size()));
+    return header.unique;
+  }
+  Reply wait(uint64_t unique) {
+    while (!replies_.contains(unique)) {
+      std::string message(2 * kPieceBytes, '\0');
+      const ssize_t n = recv(kernel_.get(), message.data(), message.size(), 0);
+      fuse_out_header header{};
+      REQUIRE(n >= static_cast<ssize_t>(sizeof header));
+      std::memcpy(&header, message.data(), sizeof header);
+      REQUIRE(header.len == static_cast<size_t>(n));
+      REQUIRE_FALSE(replies_.contains(header.unique));
+      replies_[header.unique] = {-header.error,
+                                 message.substr(sizeof header, header.len - sizeof header)};
+    }
+    return replies_.extract(unique).mapped();
+  }
+  Reply ask(uint32_t opcode, const std::string& body) { return wait(send(opcode, body)); }
+  bool answered(uint64_t unique) const { return replies_.contains(unique); }
+
+  // The operation of the next request that pyfuse3 gets.
+  uint32_t relayed() {
+    fuse_in_header header{};
+    REQUIRE(recv(python_.get(), &header, sizeof header, 0) == sizeof header);
+    return header.opcode;
+  }
+
+  static std::string write_body(uint64_t offset, const std::string& bytes, uint32_t flags = 0,
+                                uint64_t handle = kHandle, uint64_t owner = 0) {
+    fuse_write_in in{};
+    in.fh = handle;
+    in.offset = offset;
+    in.size = static_cast<uint32_t>(bytes.size());
+    in.flags = flags;
+    in.lock_owner = owner;
+    in.write_flags = owner != 0 ? FUSE_WRITE_LOCKOWNER : 0;
+    return bytes_of(in) + bytes;
+  }
+  static std::string read_body(uint64_t offset, uint32_t size, uint64_t handle = kHandle) {
+    fuse_read_in in{};
+    in.fh = handle;
+    in.offset = offset;
+    in.size = size;
+    return bytes_of(in);
+  }
+  int write(uint64_t offset, const std::string& bytes, uint64_t handle = kHandle) {
+    return ask(FUSE_WRITE, write_body(offset, bytes, 0, handle)).error;
+  }
+  void write_whole(uint64_t offset, const std::string& bytes) {
+    const Reply reply = ask(FUSE_WRITE, write_body(offset, bytes));
+    REQUIRE(reply.error == 0);
+    REQUIRE(written(reply) == bytes.size());
+  }
+  static uint32_t written(const Reply& reply) {
+    fuse_write_out out{};
+    REQUIRE(reply.body.size() == sizeof out);
+    std::memcpy(&out, reply.body.data(), sizeof out);
+    return out.size;
+  }
+  void check(const std::string& model) {
+    for (uint64_t at = 0; at <= model.size(); at += kPieceBytes) {
+      const Reply reply = ask(FUSE_READ, read_body(at, kPieceBytes));
+      REQUIRE(reply.error == 0);
+      REQUIRE((reply.body == model.substr(at, kPieceBytes)));
+    }
+  }
+
+ private:
+  static EngineOptions options(Ack ack) {
+    EngineOptions made{1, kChunkBytes, kSlots};
+    made.ack = ack;
+    return made;
+  }
+  const std::shared_ptr<KnownDirectories> directories_ =
+      std::make_shared<KnownDirectories>(10, 10, 60);
+  EngineFixture fixture_;
+  FileDescriptor kernel_;
+  FileDescriptor python_;
+  uint64_t unique_ = 0;
+  std::map<uint64_t, Reply> replies_;
+};
+
+// All slots that are free, so that writes have to wait; given back at the end.
+class NoSlots {
+ public:
+  explicit NoSlots(Engine& engine) : engine_(engine) {
+    while (Slot* slot = engine_.arena().take()) taken_.push_back(slot);
+  }
+  ~NoSlots() { give(); }
+  void give() {
+    for (Slot* slot : std::exchange(taken_, {})) engine_.arena().give(slot);
+    engine_.wake();
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<Slot*> taken_;
+};
+
+std::string fallocate_body(uint32_t mode, uint64_t offset, uint64_t length,
+                           uint64_t handle = kHandle) {
+  fuse_fallocate_in in{};
+  in.fh = handle;
+  in.offset = offset;
+  in.length = length;
+  in.mode = mode;
+  return bytes_of(in);
+}
+
+std::string lseek_body(uint32_t whence, uint64_t offset, uint64_t handle = kHandle) {
+  fuse_lseek_in in{};
+  in.fh = handle;
+  in.offset = offset;
+  in.whence = whence;
+  return bytes_of(in);
+}
+
+std::string copy_body(uint64_t from, uint64_t from_offset, uint64_t to, uint64_t to_offset,
+                      uint64_t length) {
+  fuse_copy_file_range_in in{};
+  in.fh_in = from;
+  in.off_in = from_offset;
+  in.fh_out = to;
+  in.off_out = to_offset;
+  in.len = length;
+  return bytes_of(in);
+}
+
+std::string flush_body(uint64_t owner) {
+  fuse_flush_in in{};
+  in.fh = kHandle;
+  in.lock_owner = owner;
+  return bytes_of(in);
+}
+
+// Waits until the channel has so many writes waiting.
+void wait_parked(Kernel& kernel, uint64_t count) {
+  while (kernel.engine().channel()->statistics().parked_now != count) std::this_thread::yield();
+}
+
+}  // namespace
+
+TEST_CASE("channel: arguments that cannot be are refused, and change nothing") {
+  constexpr uint64_t no_handle = 99;
+  constexpr uint32_t keep = 1;
+  constexpr uint32_t punch = 2;
+  constexpr uint32_t zero = 16;
+  Kernel kernel;
+  const std::string model = random_bytes(kPieceBytes, 1);
+  kernel.write_whole(0, model);
+  const auto refused = [&](uint32_t opcode, const std::string& body) {
+    const Reply reply = kernel.ask(opcode, body);
+    CHECK(reply.body.empty());
+    return reply.error;
+  };
+  CHECK(refused(FUSE_READ, "short") == EIO);
+  CHECK(refused(FUSE_READ, Kernel::read_body(0, wire::kMaxWriteBytes + 1)) == EINVAL);
+  CHECK(refused(FUSE_READ, Kernel::read_body(0, 10, no_handle)) == EBADF);
+  CHECK(kernel.ask(FUSE_READ, Kernel::read_body(UINT64_MAX - 5, 10)).error == 0);
+
+  CHECK(refused(FUSE_WRITE, "short") == EIO);
+  CHECK(refused(FUSE_WRITE, Kernel::write_body(0, "more") + "x") == EIO);
+  CHECK(refused(FUSE_WRITE, Kernel::write_body(0, "x", 0, no_handle)) == EBADF);
+  CHECK(refused(FUSE_WRITE, Kernel::write_body(kFileBytesMax, "x")) == EFBIG);
+  CHECK(refused(FUSE_WRITE, Kernel::write_body(UINT64_MAX, "x")) == EFBIG);
+
+  CHECK(refused(FUSE_LSEEK, "short") == EIO);
+  CHECK(refused(FUSE_LSEEK, lseek_body(SEEK_DATA, 0, no_handle)) == EBADF);
+  CHECK(refused(FUSE_LSEEK, lseek_body(SEEK_CUR, 0)) == EINVAL);
+  CHECK(refused(FUSE_LSEEK, lseek_body(SEEK_HOLE, model.size())) == ENXIO);
+
+  CHECK(refused(FUSE_FALLOCATE, "short") == EIO);
+  CHECK(refused(FUSE_FALLOCATE, fallocate_body(0, 0, 1, no_handle)) == EBADF);
+  CHECK(refused(FUSE_FALLOCATE, fallocate_body(punch, 0, 1)) == EOPNOTSUPP);
+  CHECK(refused(FUSE_FALLOCATE, fallocate_body(keep | 64, 0, 1)) == EOPNOTSUPP);
+  for (const uint32_t mode : {uint32_t{0}, keep, punch | keep, zero, zero | keep}) {
+    CHECK(refused(FUSE_FALLOCATE, fallocate_body(mode, 0, 0)) == EINVAL);
+    CHECK(refused(FUSE_FALLOCATE, fallocate_body(mode, UINT64_MAX, 1)) == EFBIG);
+    CHECK(refused(FUSE_FALLOCATE, fallocate_body(mode, 1, UINT64_MAX)) == EFBIG);
+    CHECK(refused(FUSE_FALLOCATE, fallocate_body(mode, 1, kFileBytesMax)) == EFBIG);
+  }
+
+  CHECK(refused(FUSE_COPY_FILE_RANGE, "short") == EIO);
+  CHECK(refused(FUSE_COPY_FILE_RANGE, copy_body(no_handle, 0, kHandle, 0, 1)) == EBADF);
+  CHECK(refused(FUSE_COPY_FILE_RANGE, copy_body(kHandle, 0, no_handle, 0, 1)) == EBADF);
+  CHECK(refused(FUSE_COPY_FILE_RANGE, copy_body(kHandle, 0, kHandle, kFileBytesMax, 1)) == EFBIG);
+  CHECK(refused(FUSE_FLUSH, "short") == EIO);
+  kernel.check(model);
+  CHECK(kernel.file()->attributes().size == model.size());
+}
+
+TEST_CASE("channel: streams that lie anywhere and are written by turns equal strings") {
+  const uint64_t seed = test_seed();
+  CAPTURE(seed);
+  std::mt19937_64 random(seed);
+  constexpr uint64_t files = 3;
+  Kernel kernel;
+  std::vector<std::string> models(files);
+  std::vector<uint64_t> ends(files, 0);
+  for (uint64_t i = 1; i < files; ++i) kernel.open(kIno + i, kHandle + i);
+  for (int step = 0; step < 1500; ++step) {
+    const uint64_t i = random() % files;
+    std::string& model = models[i];
+    const auto file = kernel.engine().file(kIno + i);
+    const std::string bytes = random_bytes(1 + random() % kPieceBytes, random());
+    switch (random() % 40) {
+      case 0:
+        REQUIRE(kernel.fixture().commit(*file, random() % 2 == 0) == 0);
+        continue;
+      case 1:
+        ends[i] = random() % (3 * kChunkBytes);
+        break;
+      case 2: {  // somebody writes into the middle of where the stream goes
+        const uint64_t at = ends[i] + random() % kPieceBytes;
+        REQUIRE(kernel.fixture().write(*file, at, bytes) == 0);
+        model.resize(std::max<uint64_t>(model.size(), at + bytes.size()));
+        model.replace(at, bytes.size(), bytes);
+        continue;
+      }
+      case 3:
+        REQUIRE((kernel.fixture().read(*file, 0, model.size() + 1) == model));
+        continue;
+      default:
+        break;
+    }
+    REQUIRE(kernel.write(ends[i], bytes, kHandle + i) == 0);
+    model.resize(std::max<uint64_t>(model.size(), ends[i] + bytes.size()));
+    model.replace(ends[i], bytes.size(), bytes);
+    ends[i] += bytes.size();
+    if (ends[i] > 4 * kChunkBytes) ends[i] = 0;
+  }
+  CHECK(kernel.engine().channel()->statistics().writes_in_place > 0);
+  for (uint64_t i = 0; i < files; ++i) {
+    const auto file = kernel.engine().file(kIno + i);
+    CHECK((kernel.fixture().read(*file, 0, models[i].size() + 1) == models[i]));
+    REQUIRE(kernel.fixture().commit(*file, true) == 0);
+    CHECK((kernel.fixture().read(*file, 0, models[i].size() + 1) == models[i]));
+  }
+  CHECK(kernel.engine().arena().free_count() >= kSlots - 1);  // a spare may be held
+}
+
+TEST_CASE("channel: writes that wait for slots are all done when there are some") {
+  constexpr uint64_t count = 40;  // more than landing buffers
+  Kernel kernel;
+  std::string model;
+  std::vector<uint64_t> sent;
+  NoSlots none(kernel.engine());
+  for (uint64_t i = 0; i < count; ++i) {
+    const std::string piece = random_bytes(1000 + i, i);
+    sent.push_back(kernel.send(FUSE_WRITE, Kernel::write_body(model.size(), piece)));
+    model += piece;
+  }
+  wait_parked(kernel, 17);
+  none.give();
+  for (const uint64_t unique : sent) CHECK(kernel.wait(unique).error == 0);
+  wait_parked(kernel, 0);
+  kernel.check(model);
+  REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
+  kernel.check(model);
+  CHECK(kernel.engine().arena().free_count() >= kSlots - 1);
+}
+
+TEST_CASE("channel: a waiting write is given up when its process is killed, and only then") {
+  Kernel kernel;
+  kernel.write_whole(0, "before");
+  REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
+  NoSlots none(kernel.engine());
+  const uint64_t lives =
+      kernel.send(FUSE_WRITE, Kernel::write_body(0, "lives"), static_cast<uint32_t>(getpid()));
+  const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"));
+  const uint64_t patient = kernel.send(FUSE_WRITE, Kernel::write_body(10, "patient"));
+  wait_parked(kernel, 3);
+  for (const uint64_t unique : {lives, killed, uint64_t{12345}}) {
+    fuse_interrupt_in in{};
+    in.unique = unique;
+    kernel.send(FUSE_INTERRUPT, bytes_of(in));
+  }
+  CHECK(kernel.wait(killed).error == EINTR);
+  wait_parked(kernel, 2);
+  CHECK_FALSE(kernel.answered(lives));
+  CHECK_FALSE(kernel.answered(patient));
+  none.give();
+  CHECK(kernel.wait(lives).error == 0);
+  CHECK(kernel.wait(patient).error == 0);
+  kernel.check(std::string("livese") + std::string(4, '\0') + "patient");
+}
+
+TEST_CASE("channel: reads that wait for a buffer are all answered") {
+  constexpr uint64_t count = 64;
+  Kernel kernel;
+  const std::string bytes = random_bytes(kPieceBytes, 4);
+  kernel.write_whole(0, bytes);
+  REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
+  std::vector<char*> taken;
+  while (char* buffer = kernel.engine().read_buffers().take()) taken.push_back(buffer);
+  kernel.engine().read_buffers().give(taken.back());  // one at a time, then
+  std::vector<uint64_t> sent;
+  for (uint64_t i = 0; i < count; ++i) {
+    sent.push_back(kernel.send(FUSE_READ, Kernel::read_body(i * 1000, 10)));
+  }
+  for (uint64_t i = 0; i < count; ++i) {
+    const Reply reply = kernel.wait(sent[i]);
+    CHECK(reply.error == 0);
+    CHECK(reply.body == bytes.substr(i * 1000, 10));
+  }
+}
+
+TEST_CASE("channel: a synchronous write is answered with what became of it") {
+  Kernel kernel;
+  const auto write = [&](int outcome) {
+    const uint64_t unique = kernel.send(FUSE_WRITE, Kernel::write_body(0, "synced", O_DSYNC));
+    for (;;) {
+      pollfd ready{kernel.engine().event_fd(), POLLIN, 0};
+      poll(&ready, 1, -1);
+      for (const Event& event : kernel.engine().take_events()) {
+        const auto* wanted = std::get_if<SyncWriteEvent>(&event);
+        if (wanted == nullptr) continue;
+        CHECK(wanted->ino == kIno);
+        CHECK_FALSE(kernel.answered(unique));
+        kernel.engine().complete_write(wanted->ticket, outcome);
+        kernel.engine().complete_write(wanted->ticket, outcome);  // nothing is answered twice
+        return kernel.wait(unique);
+      }
+    }
+  };
+  CHECK(Kernel::written(write(0)) == 6);
+  CHECK(write(EIO).error == EIO);
+  CHECK(write(ENOSPC).error == ENOSPC);
+}
+
+TEST_CASE("channel: a close waits for durability if its owner wrote, or nobody knows who did") {
+  constexpr uint64_t owner = 77;
+  constexpr uint64_t other = 78;
+  Kernel kernel(Ack::Close);
+  CHECK(kernel.ask(FUSE_FLUSH, flush_body(owner)).error == 0);
+  REQUIRE(kernel.ask(FUSE_WRITE, Kernel::write_body(0, "x", 0, kHandle, owner)).error == 0);
+  CHECK(kernel.ask(FUSE_FLUSH, flush_body(other)).error == 0);
+  kernel.send(FUSE_FLUSH, flush_body(owner));
+  CHECK(kernel.relayed() == FUSE_FLUSH);
+  REQUIRE(kernel.write(1, "x") == 0);  // of a map
+  kernel.send(FUSE_FLUSH, flush_body(other));
+  CHECK(kernel.relayed() == FUSE_FLUSH);
+}
+
+TEST_CASE("channel: a copy that waits for slots is done when there are some, and leaves none") {
+  Kernel kernel;
+  kernel.open(kIno + 1, kHandle + 1);
+  const std::string bytes = random_bytes(kPieceBytes, 5);
+  kernel.write_whole(0, bytes);
+  REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
+  const uint64_t sent = [&] {
+    const NoSlots none(kernel.engine());
+    const uint64_t unique =
+        kernel.send(FUSE_COPY_FILE_RANGE, copy_body(kHandle, 0, kHandle + 1, 7, kPieceBytes));
+    CHECK(kernel.ask(FUSE_READ, Kernel::read_body(0, 10)).body == bytes.substr(0, 10));
+    return unique;
+  }();
+  CHECK(Kernel::written(kernel.wait(sent)) == bytes.size());
+  const auto copy = kernel.engine().file(kIno + 1);
+  CHECK((kernel.fixture().read(*copy, 0, 2 * kPieceBytes) == std::string(7, '\0') + bytes));
+  REQUIRE(kernel.fixture().commit(*copy, true) == 0);
+  CHECK(kernel.engine().arena().free_count() >= kSlots - 1);
+}
+
+}  // namespace fpfs::testing
