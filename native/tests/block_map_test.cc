@@ -114,7 +114,7 @@ TEST_CASE("a segment whose checksum is right and whose runs are not is refused")
            with(kFirst, kSegmentBlocks),
            with(kFirst, UINT32_MAX),
            with(kFirst + kCount, UINT32_MAX),
-           with(kSecond, 12),                 // over the first run's last block
+           with(kSecond, 12),  // over the first run's last block
            with(kSecond + kCount, kSegmentBlocks),
        }) {
     BlockMap victim;
