@@ -156,9 +156,7 @@ void Channel::copy_range(uint64_t unique, const std::shared_ptr<File>& from, uin
     payload.add(const_cast<char*>(read.data), read.bytes);
     Waiter written;
     const auto attempt = [this, &to, &payload, &written, &read, at = to_offset + copied] {
-      Slot* spare = nullptr;
-      const Outcome outcome = to->write(at, read.bytes, payload, &spare, nullptr);
-      if (spare != nullptr) engine_.arena().give(spare);
+      const Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
       if (outcome.progress == Progress::Wait) return false;
       written.set(outcome.error);
       return true;

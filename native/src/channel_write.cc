@@ -121,10 +121,8 @@ bool Channel::attempt(ParkedWrite& write) {
     if (write.finished) return true;
     Payload payload;
     payload.add(write.buffer, write.arguments.size);
-    Slot* spare = nullptr;
     outcome =
-        write.file->write(write.arguments.offset, write.arguments.size, payload, &spare, nullptr);
-    if (spare != nullptr) engine_.arena().give(spare);
+        write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr, nullptr);
     if (outcome.progress == Progress::Wait) {
       if (!write.interrupted || !killed(write.pid)) return false;
       outcome = Outcome::failed(EINTR);

@@ -156,8 +156,9 @@ class File : public std::enable_shared_from_this<File> {
   // none); *at is its memory.
   size_t begin_lease(uint64_t offset, Lease* lease, char** at) EXCLUDES(mutex_);
   void end_lease(Lease* lease) EXCLUDES(mutex_);
-  // Takes the payload. *spare (may be null) is attached when the payload already lies in it as it
-  // should; a lease whose slot was filled up is over afterwards. After Wait nothing has changed.
+  // Takes the payload. *spare is attached, and set to null, when the payload already lies in it as
+  // it should (without one, spare or *spare is null); a lease whose slot was filled up is over
+  // afterwards. After Wait nothing has changed.
   Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare, Lease* lease)
       EXCLUDES(mutex_);
   // Seals `slot` if it is still an open slot of this file (arena pressure).

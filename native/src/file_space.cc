@@ -266,14 +266,12 @@ void File::zero(uint64_t offset, uint64_t end, Done done) {
   auto attempt = [self = shared_from_this(), offset, end, done]() -> bool {
     Payload payload;
     payload.add(zeros, end - offset);
-    Slot* spare = nullptr;
     Actions actions;
     Outcome outcome;
     {
       const MutexLock lock(self->mutex_);
-      outcome = self->write_locked(offset, end - offset, payload, &spare, nullptr, false, actions);
+      outcome = self->write_locked(offset, end - offset, payload, nullptr, nullptr, false, actions);
     }
-    if (spare != nullptr) self->plane_.arena().give(spare);
     actions.run();
     if (outcome.progress == Progress::Wait) return false;
     done(outcome.error);

@@ -71,9 +71,7 @@ class EngineFixture {
     Payload payload;
     payload.add(copy.data(), copy.size());
     const auto attempt = [&] {
-      Slot* spare = nullptr;
-      const Outcome outcome = file.write(offset, copy.size(), payload, &spare, nullptr);
-      if (spare != nullptr) engine_->arena().give(spare);
+      const Outcome outcome = file.write(offset, copy.size(), payload, nullptr, nullptr);
       if (outcome.progress == Progress::Wait) return false;
       done.put(outcome.error);
       return true;

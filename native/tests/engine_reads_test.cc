@@ -109,11 +109,10 @@ TEST_CASE("reads in flight: a slot stays until the read that copies from it has 
   Delivery<int> written;
   bool first = true;
   engine.park([&] {
-    Slot* spare = nullptr;
     std::string more = "more";
     Payload payload;
     payload.add(more.data(), more.size());
-    const Outcome outcome = other->write(0, more.size(), payload, &spare, nullptr);
+    const Outcome outcome = other->write(0, more.size(), payload, nullptr, nullptr);
     if (std::exchange(first, false)) attempted.put(0);
     if (outcome.progress == Progress::Wait) return false;
     written.put(outcome.error);
