@@ -169,6 +169,14 @@ inline std::unique_ptr<Device> open_device(const DeviceConfig& config,
   return result.take();
 }
 
+// Where an object lies in the directory of its device.
+inline std::string object_path(const std::string& directory, uint64_t id) {
+  std::array<char, 32> name;
+  std::snprintf(name.data(), name.size(), "/%02x/%016llx", static_cast<unsigned>(id & 0xff),
+                static_cast<unsigned long long>(id));
+  return directory + name.data();
+}
+
 // A device over a directory of its own, with a registered region.
 template <typename Backend>
 struct Fixture {
@@ -186,10 +194,7 @@ struct Fixture {
     return result;
   }
   std::string object_path(uint64_t id) const {
-    std::array<char, 32> name;
-    std::snprintf(name.data(), name.size(), "/%02x/%016llx", static_cast<unsigned>(id & 0xff),
-                  static_cast<unsigned long long>(id));
-    return directory.path() + name.data();
+    return testing::object_path(directory.path(), id);
   }
   void reopen(const DeviceConfig& changed) {
     device->close();

@@ -106,6 +106,26 @@ TEST_CASE("engine fault: with the only device lost the writer learns of it") {
   CHECK(error == EIO);
 }
 
+TEST_CASE("engine fault: what could be kept nowhere cannot be read, and nothing beside it is lost") {
+  LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
+  if (!mount.ready()) return;
+  EngineFixture fixture(over(mount, 1));
+  const auto file = fixture.load(1);
+  constexpr uint64_t kBegin = 300'000;
+  const std::string bytes = random_bytes(50'000, 6);
+  const uint64_t end = kBegin + bytes.size();
+  REQUIRE(fixture.truncate(*file, kPieceBytes) == 0);
+  REQUIRE(fixture.write(*file, kBegin, bytes) == 0);
+  REQUIRE(mount.shut_down());
+  CHECK(fixture.commit(*file, false) == EIO);
+  std::string found;
+  CHECK(fixture.try_read(*file, kBegin, 1, &found) == EIO);
+  CHECK(fixture.try_read(*file, end - 1, 1, &found) == EIO);
+  CHECK(fixture.try_read(*file, 0, kPieceBytes, &found) == EIO);
+  CHECK(fixture.read(*file, kBegin - 100, 100) == std::string(100, '\0'));
+  CHECK(fixture.read(*file, end, 100) == std::string(100, '\0'));
+}
+
 TEST_CASE("engine fault: a full device refuses the write, keeps what it took, and recovers") {
   LoopMount mount(Ext4::name, Ext4::make, Ext4::image_bytes);
   if (!mount.ready()) return;
