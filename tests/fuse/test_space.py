@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -268,6 +270,46 @@ def test_copy_file_range_ends_at_the_source_end(directory: Path) -> None:
         copy.check()
         overlap = errno_of(os.copy_file_range, source.fd, source.fd, 1000, 0, 500)
         assert overlap == "EINVAL"
+
+
+def change_by_write(source: int, fd: int) -> None:
+    os.pwrite(fd, os.pread(source, 5000, 0), 70_000)
+
+
+def change_by_copy(source: int, fd: int) -> None:
+    copy_all(source, fd, at=(0, 70_000), count=5000)
+
+
+def change_by_punch(source: int, fd: int) -> None:
+    fallocate(fd, mode=PUNCH, offset=70_000, length=5000)
+
+
+def change_by_truncation(source: int, fd: int) -> None:
+    os.ftruncate(fd, 70_000)
+    os.ftruncate(fd, 200_000)
+
+
+@pytest.mark.parametrize(
+    "change", [change_by_write, change_by_copy, change_by_punch, change_by_truncation]
+)
+def test_what_a_reader_has_cached_does_not_outlive_a_change(
+    directory: Path, change: Callable[[int, int], None]
+) -> None:
+    """A file that was opened and mapped while nobody wrote; the change comes from elsewhere."""
+    path = directory / "file"
+    path.write_bytes(random_bytes(200_000, seed=3))
+    (directory / "source").write_bytes(random_bytes(5000, seed=4))
+    with path.open("rb", buffering=0) as reader:
+        mapped = mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ)
+        before = reader.read(200_000)
+        assert_same(mapped[:], before)
+        with path.open("r+b", buffering=0) as file, (directory / "source").open("rb") as source:
+            change(source.fileno(), file.fileno())
+            expected = os.pread(file.fileno(), 200_000, 0)
+            assert expected != before
+            assert_same(os.pread(reader.fileno(), 200_000, 0), expected)
+            assert_same(mapped[:], expected)
+        mapped.close()
 
 
 def test_sizes_that_no_file_can_have(directory: Path) -> None:
