@@ -137,7 +137,8 @@ bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, S
       }
     }
     if (slot == nullptr) {
-      if (spare != nullptr && *spare != nullptr && payload.lies_at((*spare)->data + piece.begin, piece.from)) {
+      if (spare != nullptr && *spare != nullptr &&
+          payload.lies_at((*spare)->data + piece.begin, piece.from)) {
         slot = std::exchange(*spare, nullptr);
         piece.was_spare = true;
       } else {

@@ -193,9 +193,7 @@ struct Fixture {
     result.log = log.sink();
     return result;
   }
-  std::string object_path(uint64_t id) const {
-    return testing::object_path(directory.path(), id);
-  }
+  std::string object_path(uint64_t id) const { return testing::object_path(directory.path(), id); }
   void reopen(const DeviceConfig& changed) {
     device->close();
     config = changed;

@@ -106,7 +106,8 @@ TEST_CASE("engine fault: with the only device lost the writer learns of it") {
   CHECK(error == EIO);
 }
 
-TEST_CASE("engine fault: what could be kept nowhere cannot be read, and nothing beside it is lost") {
+TEST_CASE(
+    "engine fault: what could be kept nowhere cannot be read, and nothing beside it is lost") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
   EngineFixture fixture(over(mount, 1));

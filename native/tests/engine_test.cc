@@ -17,7 +17,7 @@ std::string path_of(const EngineFixture& fixture, const ObjectKey& key) {
 }
 
 uint64_t bytes_allocated(const std::string& path) {
-  struct stat found{};
+  struct stat found {};
   REQUIRE(stat(path.c_str(), &found) == 0);
   return static_cast<uint64_t>(found.st_blocks) * 512;
 }
