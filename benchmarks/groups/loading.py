@@ -1,7 +1,7 @@
 """torch.load with the page cache dropped: plain, mapped, and by four processes at once.
 
 `load-mmap-cached` is what the kernel alone makes of a mapped file that is in its page cache: the
-server has no part in it, and no FUSE filesystem maps faster.
+server has no part in it.
 """
 
 from __future__ import annotations
