@@ -146,6 +146,20 @@ TEST_CASE_TEMPLATE("device fault: the reserve stays free", T, ALL_COMBINATIONS) 
   CHECK(std::filesystem::space(config.path).available < config.reserve_bytes + 4 * piece);
 }
 
+TEST_CASE_TEMPLATE(
+    "device fault: what would touch the reserve is refused, and nothing is kept of it", T,
+    ALL_COMBINATIONS) {
+  T fixture;
+  if (!fixture.mount.ready()) return;
+  DeviceConfig config = fixture.config();
+  config.reserve_bytes = std::filesystem::space(config.path).available;
+  const auto device = open_device(config);
+  const Created object = create(*device);
+  CHECK(run(*device, IoOp::Allocate, object.object, 0, uint64_t{1} << 20) == -ENOSPC);
+  CHECK(std::filesystem::file_size(testing::object_path(config.path, object.id)) == 0);
+  CHECK(device->statistics().errors == 1);
+}
+
 TEST_CASE_TEMPLATE("device fault: a lost device answers EIO, to everybody, and closes", T,
                    ALL_COMBINATIONS) {
   T fixture;

@@ -239,19 +239,6 @@ TEST_CASE_TEMPLATE("device: allocate reserves blocks and extends the size", Back
   }
 }
 
-TEST_CASE_TEMPLATE("device: allocate leaves the reserve alone", Backend, UringBackend,
-                   ThreadsBackend) {
-  Fixture<Backend> fixture;
-  DeviceConfig config = fixture.config;
-  const auto space = std::filesystem::space(fixture.directory.path());
-  config.reserve_bytes = space.available;
-  fixture.reopen(config);
-  const Created object = create(*fixture.device);
-  CHECK(run(*fixture.device, IoOp::Allocate, object.object, 0, uint64_t{64} << 20) == -ENOSPC);
-  CHECK(std::filesystem::file_size(fixture.object_path(object.id)) == 0);
-  CHECK(fixture.device->statistics().errors == 1);
-}
-
 TEST_CASE_TEMPLATE("device: close waits for everything submitted", Backend, UringBackend,
                    ThreadsBackend) {
   Fixture<Backend> fixture;

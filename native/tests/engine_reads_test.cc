@@ -19,7 +19,11 @@ std::vector<uint64_t> ended(Engine& engine) {
 
 using Tickets = std::vector<uint64_t>;
 
-// A read that ends when the test says so: it counts as one more part.
+// Too few to fill the chunk: its slot stays open, so it holds them until a commit, however long the
+// test takes.
+constexpr uint64_t kStagedBytes = kChunkBytes - 1;
+
+// A read of staged bytes that ends when the test says so: it counts as one more part.
 struct HeldRead : ReadJob {
   AlignedBuffer memory{kChunkBytes + 2 * kIoAlignment};
   std::string found;
@@ -30,6 +34,8 @@ struct HeldRead : ReadJob {
     buffer = memory.data();
     pending = 2;
     from.read(this);
+    REQUIRE(overlays.size() == 1);
+    REQUIRE(pending == 1);
   }
   void done(int error_found, const char* data, size_t bytes) override {
     failure = error_found;
@@ -84,7 +90,7 @@ TEST_CASE("reads in flight: a read of a file holds back what is given back, unti
   EngineFixture fixture({1, kChunkBytes, kSlots});
   Engine& engine = fixture.engine();
   const auto file = fixture.load(1);
-  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 1)) == 0);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kStagedBytes, 1)) == 0);
   HeldRead read(*file);
   const uint64_t ticket = engine.discard({});
   CHECK(ended(engine).empty());
@@ -96,7 +102,7 @@ TEST_CASE("reads in flight: a slot stays until the read that copies from it has 
   EngineFixture fixture({1, kChunkBytes, kSlots});
   Engine& engine = fixture.engine();
   const auto file = fixture.load(1);
-  const std::string bytes = random_bytes(kChunkBytes, 2);
+  const std::string bytes = random_bytes(kStagedBytes, 2);
   REQUIRE(fixture.write(*file, 0, bytes) == 0);
   HeldRead read(*file);
   REQUIRE(fixture.commit(*file, true) == 0);
@@ -131,11 +137,11 @@ TEST_CASE("reads in flight: a slot stays until the read that copies from it has 
 TEST_CASE("reads in flight: a part that failed fails the read") {
   EngineFixture fixture({1, kChunkBytes, kSlots});
   const auto file = fixture.load(1);
-  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 3)) == 0);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kStagedBytes, 3)) == 0);
   HeldRead read(*file);
   read.part_done(-EIO);
   CHECK(read.failure == EIO);
-  CHECK(fixture.read(*file, 0, kChunkBytes) == random_bytes(kChunkBytes, 3));
+  CHECK(fixture.read(*file, 0, kStagedBytes) == random_bytes(kStagedBytes, 3));
 }
 
 }  // namespace fpfs::testing
