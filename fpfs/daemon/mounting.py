@@ -20,6 +20,8 @@ from fpfs.core.refusal import Refused
 FUSERMOUNT = "fusermount3"
 READ_AHEAD_KIB = 4096
 """Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
+MAX_READ_BYTES = 512 * 1024
+"""Largest READ asked for: half a chunk, so that a reader takes one while the next is on its way."""
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
 

@@ -290,7 +290,12 @@ class Server:
 def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
     """Options for fusermount3; what the user chose comes last and so wins."""
     source = options.source or f"fpfs-{filesystem_id}"
-    chosen = [f"fsname={mounting.escape_option(source)}", "subtype=fpfs", "default_permissions"]
+    chosen = [
+        f"fsname={mounting.escape_option(source)}",
+        "subtype=fpfs",
+        "default_permissions",
+        f"max_read={mounting.MAX_READ_BYTES}",
+    ]
     if allows_others(options):
         chosen.append("allow_other")
     if os.geteuid() == 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.mounts import mount_at
+from fpfs.daemon.mounting import MAX_READ_BYTES, READ_AHEAD_KIB
 from fpfs.testing.mounted import (
     REPOSITORY,
     Mount,
@@ -283,6 +284,20 @@ def test_options_reach_the_mount() -> None:
         assert entry.source == "/my/devices"
         with pytest.raises(OSError, match="Read-only"):
             (mount.root / "file").touch()
+
+
+def test_reads_are_asked_for_by_half_a_chunk_and_well_ahead() -> None:
+    with mounted() as mount:
+        entry = mount.entry()
+        assert entry is not None
+        line = next(
+            line
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if f" {entry.device} " in line
+        )
+        assert f"max_read={MAX_READ_BYTES}" in line.split(" - ")[1].split(",")
+        read_ahead = Path(f"/sys/class/bdi/{entry.device}/read_ahead_kb").read_text()
+        assert int(read_ahead) == (READ_AHEAD_KIB if os.geteuid() == 0 else 128)
 
 
 def test_a_dead_server_is_unmounted_and_mounted_again() -> None:
