@@ -152,7 +152,11 @@ class ChannelClosed(NamedTuple):
     errno: int
 
 
-Event = SyncWrite | LogRecord | ChannelClosed
+class HandlesReleased(NamedTuple):
+    """`Engine.take_released` has something that no request came to take."""
+
+
+Event = SyncWrite | LogRecord | ChannelClosed | HandlesReleased
 
 
 class Engine(Protocol):
@@ -183,8 +187,15 @@ class Engine(Protocol):
     def open(self, handle: int, ino: int, *, flags: int) -> None:
         """Register an open handle with its open(2) flags before the kernel learns of it."""
 
-    def release(self, handle: int) -> None:
-        """Forget a handle."""
+    def release(self, handle: int) -> bool:
+        """Forget a handle that the kernel will not release any more. False when it just did."""
+
+    def take_released(self) -> Sequence[int]:
+        """Handles that the kernel has released since the last call, in that order.
+
+        The engine has forgotten them and has answered the kernel. Whoever acts on something that
+        may have come after such a release calls this first.
+        """
 
     def attributes(self, ino: int) -> FileAttributes:
         """Current size and times of a loaded inode."""
@@ -277,6 +288,8 @@ class NativeEngine:
                 self._send.send_nowait(LogRecord(level, message))
             case ("closed", error):
                 self._send.send_nowait(ChannelClosed(error))
+            case ("released",):
+                self._send.send_nowait(HandlesReleased())
 
     async def _completion(self, ticket: int) -> Any:
         """Wait for the event of `ticket`; its result is kept even when the waiter is cancelled."""
@@ -328,9 +341,13 @@ class NativeEngine:
         """See `Engine.open`."""
         self._native.open(handle, ino, flags)
 
-    def release(self, handle: int) -> None:
+    def release(self, handle: int) -> bool:
         """See `Engine.release`."""
-        self._native.release(handle)
+        return self._native.release(handle)
+
+    def take_released(self) -> Sequence[int]:
+        """See `Engine.take_released`."""
+        return self._native.take_released()
 
     def attributes(self, ino: int) -> FileAttributes:
         """See `Engine.attributes`."""

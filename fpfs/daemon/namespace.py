@@ -86,6 +86,10 @@ class Namespace:
         self.directories = Directories(catalog=catalog, inodes=inodes, commit=commit)
         self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes)
 
+    def catch_up(self) -> None:
+        """Follow what the engine has answered by itself; comes before whatever happened later."""
+        self.files.take_released()
+
     async def look_up(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode behind a name, with one more kernel reference, or None.
 

@@ -3,6 +3,8 @@
 Invariants:
   * The engine knows an inode's content and the handle before the kernel learns of the handle.
   * `Inode.writers` counts writable handles; the release that brings it to 0 queues the version.
+  * The engine answers the kernel's RELEASE. What it has released is taken (`take_released`) before
+    any request is handled that came later, so that the order is the kernel's.
 
 Concurrency: trio thread only. An inode's `users` is raised before the first await of an operation
 that needs it loaded.
@@ -158,11 +160,20 @@ class Files:
         if code:
             raise _io_error(code)
 
+    def take_released(self) -> None:
+        """Follow the releases that the engine has answered since the last call."""
+        for handle in self._engine.take_released():
+            self._released(handle)
+
     def release(self, handle: int) -> None:
+        """Release a handle that the kernel will not release."""
+        self._opened(handle)
+        if self._engine.release(handle):
+            self._released(handle)
+
+    def _released(self, handle: int) -> None:
         """Forget a handle; the last writable one of a changed file queues its version."""
-        inode, writable = self._opened(handle)
-        del self._handles[handle]
-        self._engine.release(handle)
+        inode, writable = self._handles.pop(handle)
         inode.handles -= 1
         if writable:
             inode.writers -= 1
@@ -177,6 +188,7 @@ class Files:
 
     def close(self) -> None:
         """Release every handle: the kernel is gone."""
+        self.take_released()
         for handle in list(self._handles):
             self.release(handle)
 

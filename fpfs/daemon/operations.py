@@ -1,12 +1,14 @@
 """Operations: FUSE requests, as pyfuse3 hands them over, turned into calls of the namespace.
 
-Nothing is decided here. READ, WRITE, FALLOCATE, LSEEK and COPY_FILE_RANGE are answered by the
-native channel and never arrive; ACCESS is the kernel's own under default_permissions.
+Nothing is decided here. READ, WRITE, RELEASE, FALLOCATE, LSEEK and COPY_FILE_RANGE are answered by
+the native channel and never arrive; ACCESS is the kernel's own under default_permissions.
 
 Invariants:
   * An error becomes a FUSEError here and nowhere else. One that the world explains (a name that
     does not exist) is the caller's business; anything else is logged once, with the operation, the
     inode and the cause, and answered with EIO.
+  * A request finds done what the kernel asked for before it, also what the channel has answered:
+    `handler` lets the namespace catch up first.
   * All changes go through this mount, so the kernel may keep names and attributes, also of names
     that do not exist, until it is told otherwise. LOOKUP and GETATTR arrive only when the channel
     does not know the answer (see `inodes`).
@@ -23,7 +25,7 @@ import errno
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError
@@ -56,19 +58,22 @@ Answer = TypeVar("Answer")
 
 
 def handler(
-    function: Callable[Parameters, Awaitable[Answer]],
-) -> Callable[Parameters, Awaitable[Answer]]:
-    """Turn the errors of a request handler into FUSE errors."""
+    function: Callable[Concatenate[Operations, Parameters], Awaitable[Answer]],
+) -> Callable[Concatenate[Operations, Parameters], Awaitable[Answer]]:
+    """Run a request handler in its turn, and make FUSE errors of its errors."""
     name = function.__name__
 
     @functools.wraps(function)
-    async def guarded(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Answer:
+    async def guarded(
+        self: Operations, /, *arguments: Parameters.args, **keywords: Parameters.kwargs
+    ) -> Answer:
         try:
-            return await function(*arguments, **keywords)
+            self.catch_up()
+            return await function(self, *arguments, **keywords)
         except FUSEError:
             raise
         except Exception as error:  # noqa: BLE001 - every request gets an answer
-            raise FUSEError(_answer_to(error, name, arguments[1] if arguments[1:] else 0)) from None
+            raise FUSEError(_answer_to(error, name, arguments[0] if arguments else 0)) from None
 
     return guarded
 
@@ -153,6 +158,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         """Serve a namespace."""
         super().__init__()
         self._namespace = namespace
+        self.catch_up = namespace.catch_up
 
     @handler
     async def lookup(
@@ -289,11 +295,6 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def flush(self, fh: int) -> None:
         """Answer a close(2)."""
         await self._namespace.files.flush(fh)
-
-    @handler
-    async def release(self, fh: int) -> None:
-        """Forget a handle."""
-        self._namespace.files.release(fh)
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:

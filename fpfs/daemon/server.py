@@ -34,6 +34,7 @@ from fpfs.core.engine import (
     DeviceConfig,
     Engine,
     EngineConfig,
+    HandlesReleased,
     LogRecord,
     NativeEngine,
     SyncWrite,
@@ -142,6 +143,7 @@ class Server:
 
     async def status(self) -> Status:
         """Figures of now, for the control protocol."""
+        self._namespace.catch_up()
         statistics = self._engine.statistics()
         devices = await trio.to_thread.run_sync(
             metrics.device_statuses, self._devices.devices, statistics
@@ -163,11 +165,13 @@ class Server:
 
     async def wait_durable(self, ino: int) -> Flushed:
         """Return when an inode's content and names are durable. OSError when they cannot be."""
+        self._namespace.catch_up()
         await self._commit.wait_durable(ino)
         return Flushed()
 
     async def flush(self) -> Flushed:
         """Return when everything is durable but for the failures in the answer."""
+        self._namespace.catch_up()
         return Flushed(failures=metrics.failures(await self._commit.flush_all()))
 
     async def _flush_at_end(self) -> Flushed:
@@ -217,11 +221,14 @@ class Server:
 
     async def _relay_events(self) -> None:
         async for event in self._engine.events():
+            self._namespace.catch_up()
             match event:
                 case SyncWrite():
                     self._commit.sync_write(event)
                 case LogRecord():
                     logging.getLogger("fpfs.engine").log(event.level, "%s", event.message)
+                case HandlesReleased():
+                    pass  # the namespace has caught up
                 case ChannelClosed():
                     _log.info("the kernel ended the connection (%s)", os.strerror(event.errno))
                     self._connection_ended.set()

@@ -138,6 +138,7 @@ class MemoryEngine:
         self._files: dict[int, _File] = {}
         self._handles: dict[int, tuple[int, int]] = {}
         self._errors: dict[int, int] = {}
+        self._released: list[int] = []
         self._drain_errors: dict[int, int] = {}
         self._drains_go = trio.Event()
         self._drains_go.set()
@@ -254,11 +255,24 @@ class MemoryEngine:
         self._handles[handle] = (ino, flags)
         self.calls.append(("open", handle, ino))
 
-    def release(self, handle: int) -> None:
-        """Forget a handle."""
+    def release(self, handle: int) -> bool:
+        """Forget a handle; False when `kernel_releases` was faster."""
+        if handle not in self._handles:
+            return False
         ino, _flags = self._handles.pop(handle)
         self._errors.pop(handle, None)
         self.calls.append(("release", handle, ino))
+        return True
+
+    def kernel_releases(self, handle: int) -> None:
+        """Play the channel's part in a RELEASE of the kernel."""
+        assert self.release(handle), "the kernel releases a handle once"
+        self._released.append(handle)
+
+    def take_released(self) -> Sequence[int]:
+        """Return what the kernel has released since the last call."""
+        released, self._released = self._released, []
+        return released
 
     def attributes(self, ino: int) -> FileAttributes:
         """Return current size and times of a loaded inode."""

@@ -75,6 +75,8 @@ nb::tuple event_tuple(const Event& event) {
           return nb::make_tuple("sync_write", e.ticket, e.ino);
         } else if constexpr (std::is_same_v<T, LogEvent>) {
           return nb::make_tuple("log", e.level, e.message);
+        } else if constexpr (std::is_same_v<T, ReleasedEvent>) {
+          return nb::make_tuple("released");
         } else {
           return nb::make_tuple("closed", e.error);
         }
@@ -166,6 +168,7 @@ void bind_files(nb::class_<Engine>& type) {
       .def("open", [](Engine& engine, uint64_t handle, uint64_t ino,
                       uint32_t flags) { check(engine.open_handle(handle, ino, flags)); })
       .def("release", &Engine::release_handle, nb::call_guard<nb::gil_scoped_release>())
+      .def("take_released", &Engine::take_released)
       .def("attributes",
            [](Engine& engine, uint64_t ino) {
              const File::Attributes a = loaded(engine, ino)->attributes();

@@ -300,6 +300,10 @@ void Channel::dispatch(Receiver& r, size_t received) {
     case FUSE_BATCH_FORGET:
       return relay_forgets(request);
     case FUSE_RELEASE:
+      forget_stream(r, request.nodeid());
+      end_lease(r);
+      r.expecting = true;
+      return handle_release(request);
     case FUSE_FSYNC:
     case FUSE_SETATTR:
       forget_stream(r, request.nodeid());

@@ -124,6 +124,7 @@ class Channel {
   bool start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
                   uint32_t size);
   void handle_flush(const FuseRequest& request);
+  void handle_release(const FuseRequest& request);
   void handle_lseek(const FuseRequest& request);
   void handle_fallocate(const FuseRequest& request);
   void allocate_until_done(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,

@@ -1,4 +1,5 @@
-// FLUSH, LSEEK, FALLOCATE and COPY_FILE_RANGE: what libfuse's Python binding has no handlers for.
+// FLUSH and RELEASE, which need Python less often than they come; LSEEK, FALLOCATE and
+// COPY_FILE_RANGE, which libfuse's Python binding has no handlers for.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -67,6 +68,13 @@ void Channel::handle_flush(const FuseRequest& request) {
     if (!waits) return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
   }
   relay(request);
+}
+
+// Nobody waits for it, and Python learns of it before anything that the kernel asks for later.
+void Channel::handle_release(const FuseRequest& request) {
+  fuse_release_in in{};
+  if (!request.argument(&in)) return reply(request.unique(), EIO);
+  reply(request.unique(), engine_.release_and_tell(in.fh) ? 0 : EBADF);
 }
 
 void Channel::handle_lseek(const FuseRequest& request) {

@@ -1,7 +1,9 @@
 #include "engine.h"
 
 #include <fcntl.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +19,8 @@ namespace {
 constexpr size_t kReadBufferCount = 48;
 constexpr uint64_t kSlotCountMin = 16;
 constexpr uint64_t kSmallestChunk = 128 * 1024;
+// Longer than a program that writes one small file after the other takes between two of them.
+constexpr long kTellReleasedNs = 2'000'000;
 constexpr size_t kPressureSlots = 8;  // written out early when nothing else frees a slot
 
 // A device request whose completion is a function; deletes itself.
@@ -50,8 +54,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const EngineConfig& config) {
 }
 
 Status Engine::start() {
-  event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (event_fd_ < 0) return Status::from_errno("eventfd");
+  if (Status status = open_event_fd(); !status.ok()) return status;
   if (config_.staging_bytes / config_.slot_bytes < kSlotCountMin) {
     return Status(EINVAL, "staging must hold at least " + std::to_string(kSlotCountMin) +
                               " chunks of " + std::to_string(config_.slot_bytes) + " bytes");
@@ -94,10 +97,21 @@ Status Engine::start() {
   return {};
 }
 
-Engine::~Engine() {
-  close();
-  if (event_fd_ >= 0) ::close(event_fd_);
+Status Engine::open_event_fd() {
+  wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  released_late_.reset(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  event_fd_.reset(epoll_create1(EPOLL_CLOEXEC));
+  for (const int fd : {wake_.get(), released_late_.get()}) {
+    epoll_event readable{};
+    readable.events = EPOLLIN;
+    if (epoll_ctl(event_fd_.get(), EPOLL_CTL_ADD, fd, &readable) != 0) {
+      return Status::from_errno("descriptors of events");
+    }
+  }
+  return {};
 }
+
+Engine::~Engine() { close(); }
 
 void Engine::close() {
   if (std::exchange(closed_, true)) return;
@@ -114,16 +128,17 @@ void Engine::close() {
   }
   // Whoever waits for events learns that there will be no more.
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
 
 // --- events ---
 
 std::vector<Event> Engine::take_events() {
   uint64_t count = 0;
-  while (::read(event_fd_, &count, sizeof count) < 0 && errno == EINTR) {
-  }
+  [[maybe_unused]] const ssize_t woken = ::read(wake_.get(), &count, sizeof count);
+  const bool late = ::read(released_late_.get(), &count, sizeof count) > 0;
   const MutexLock lock(event_mutex_);
+  if (late) events_.emplace_back(ReleasedEvent{});
   return std::exchange(events_, {});
 }
 
@@ -132,7 +147,7 @@ void Engine::post(Event event) {
   events_.push_back(std::move(event));
   const uint64_t one = 1;
   // Only a full counter could refuse this, and then the reader has been told already.
-  [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
 
 void Engine::log(int level, const std::string& message) { post(LogEvent{level, message}); }
@@ -197,18 +212,36 @@ Status Engine::open_handle(uint64_t id, uint64_t ino, uint32_t flags) {
   return {};
 }
 
-void Engine::release_handle(uint64_t id) {
+bool Engine::release_handle(uint64_t id) {
   arena_->forget_handle(id);
   std::shared_ptr<Handle> gone;
   const MutexLock lock(table_mutex_);
   const auto it = handles_.find(id);
-  if (it == handles_.end()) return;
+  if (it == handles_.end()) return false;
   gone = std::move(it->second);
   handles_.erase(it);
   Counts& counts = counts_[gone->file->ino()];
   if (gone->writable()) --counts.writers;
   if (gone->cached) --counts.cached;
   if (--counts.handles == 0) counts_.erase(gone->file->ino());
+  return true;
+}
+
+bool Engine::release_and_tell(uint64_t id) {
+  if (!release_handle(id)) return false;
+  const MutexLock lock(released_mutex_);
+  released_.push_back(id);
+  if (released_.size() > 1) return true;
+  itimerspec soon{};
+  soon.it_value.tv_nsec = kTellReleasedNs;
+  // It cannot fail: the descriptor and the time are right.
+  (void)timerfd_settime(released_late_.get(), 0, &soon, nullptr);
+  return true;
+}
+
+std::vector<uint64_t> Engine::take_released() {
+  const MutexLock lock(released_mutex_);
+  return std::exchange(released_, {});
 }
 
 std::shared_ptr<Handle> Engine::handle(uint64_t id) {

@@ -18,6 +18,7 @@
 #include "arena.h"
 #include "device.h"
 #include "file.h"
+#include "file_descriptor.h"
 #include "read_buffers.h"
 #include "thread_annotations.h"
 #include "worker.h"
@@ -70,8 +71,10 @@ struct LogEvent {
 struct ClosedEvent {
   int error;
 };
-using Event =
-    std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, LogEvent, ClosedEvent>;
+// take_released() has something.
+struct ReleasedEvent {};
+using Event = std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, LogEvent,
+                           ClosedEvent, ReleasedEvent>;
 
 // An open file description as the kernel knows it.
 struct Handle {
@@ -93,7 +96,7 @@ class Engine : public Plane {
   ~Engine() override;
 
   const EngineConfig& config() const { return config_; }
-  int event_fd() const { return event_fd_; }
+  int event_fd() const { return event_fd_.get(); }
   std::vector<Event> take_events() EXCLUDES(event_mutex_);
   void post(Event event) EXCLUDES(event_mutex_);
 
@@ -103,7 +106,11 @@ class Engine : public Plane {
   std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
   Status unload(uint64_t ino) EXCLUDES(table_mutex_);
   Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
-  void release_handle(uint64_t handle) EXCLUDES(table_mutex_);
+  bool release_handle(uint64_t handle) EXCLUDES(table_mutex_);  // whether there was one
+  // The kernel has closed the handle. Python, which has to follow before it does anything that the
+  // kernel asks for later, takes it at its next request; an event comes when there is none soon.
+  bool release_and_tell(uint64_t handle) EXCLUDES(table_mutex_, released_mutex_);
+  std::vector<uint64_t> take_released() EXCLUDES(released_mutex_);  // in the order of releases
   std::shared_ptr<Handle> handle(uint64_t handle) EXCLUDES(table_mutex_);
   // Readers whose pages the kernel caches, and handles that may write.
   bool has_cached_readers(uint64_t ino) EXCLUDES(table_mutex_);
@@ -150,11 +157,14 @@ class Engine : public Plane {
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
   Status start();
+  Status open_event_fd();
   void relieve_pressure();
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
 
   const EngineConfig config_;
-  int event_fd_ = -1;
+  FileDescriptor wake_;           // an eventfd: there are events
+  FileDescriptor released_late_;  // a timer: a release was not taken for a while
+  FileDescriptor event_fd_;       // an epoll: one of the two
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<ReadBuffers> read_buffers_;
   char* copy_buffer_ = nullptr;
@@ -169,6 +179,9 @@ class Engine : public Plane {
 
   Mutex event_mutex_;
   std::vector<Event> events_ GUARDED_BY(event_mutex_);
+
+  Mutex released_mutex_;
+  std::vector<uint64_t> released_ GUARDED_BY(released_mutex_);
 
   Mutex table_mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(table_mutex_);

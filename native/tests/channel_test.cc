@@ -199,6 +199,12 @@ std::string flush_body(uint64_t owner) {
   return bytes_of(in);
 }
 
+std::string release_body(uint64_t handle) {
+  fuse_release_in in{};
+  in.fh = handle;
+  return bytes_of(in);
+}
+
 // Waits until the channel has so many writes waiting.
 void wait_parked(Kernel& kernel, uint64_t count) {
   while (kernel.engine().channel()->statistics().parked_now != count) std::this_thread::yield();
@@ -406,6 +412,47 @@ TEST_CASE("channel: a close waits for durability if its owner wrote, or nobody k
   REQUIRE(kernel.write(1, "x") == 0);  // of a map
   kernel.send(FUSE_FLUSH, flush_body(other));
   CHECK(kernel.relayed() == FUSE_FLUSH);
+}
+
+TEST_CASE("channel: what the kernel releases is told once, in its order") {
+  constexpr uint64_t no_handle = 99;
+  Kernel kernel;
+  Engine& engine = kernel.engine();
+  for (uint64_t i = 1; i < 4; ++i) kernel.open(kIno + i, kHandle + i);
+  CHECK(engine.take_released().empty());
+  CHECK(kernel.ask(FUSE_RELEASE, "short").error == EIO);
+  for (const uint64_t handle : {kHandle + 2, no_handle, kHandle, kHandle + 1}) {
+    CHECK(kernel.ask(FUSE_RELEASE, release_body(handle)).error ==
+          (handle == no_handle ? EBADF : 0));
+    CHECK(engine.handle(handle) == nullptr);
+  }
+  CHECK(engine.take_released() == std::vector<uint64_t>{kHandle + 2, kHandle, kHandle + 1});
+  CHECK(engine.take_released().empty());
+  // Whoever gives a handle back first is the one who did.
+  CHECK(engine.release_handle(kHandle + 3));
+  CHECK_FALSE(engine.release_handle(kHandle + 3));
+  CHECK(kernel.ask(FUSE_RELEASE, release_body(kHandle + 3)).error == EBADF);
+  CHECK(engine.take_released().empty());
+}
+
+TEST_CASE("channel: a release that no request follows is announced") {
+  Kernel kernel;
+  Engine& engine = kernel.engine();
+  for (uint64_t i = 1; i < 4; ++i) {
+    kernel.open(kIno + i, kHandle + i);
+    CHECK(kernel.ask(FUSE_RELEASE, release_body(kHandle + i)).error == 0);
+    const auto announced = [&] {
+      pollfd ready{engine.event_fd(), POLLIN, 0};
+      REQUIRE(poll(&ready, 1, -1) == 1);
+      const auto events = engine.take_events();
+      return std::any_of(events.begin(), events.end(), [](const Event& event) {
+        return std::holds_alternative<ReleasedEvent>(event);
+      });
+    };
+    while (!announced()) {
+    }
+    CHECK(engine.take_released() == std::vector<uint64_t>{kHandle + i});
+  }
 }
 
 TEST_CASE("channel: a copy that waits for slots is done when there are some, and leaves none") {

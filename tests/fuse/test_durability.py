@@ -78,6 +78,19 @@ def test_synchronous_writes_survive_a_crash(fresh: Mount, flag: int) -> None:
     assert_same(path.read_bytes(), expected)
 
 
+def test_what_was_closed_before_a_synchronous_write_survives_with_it(fresh: Mount) -> None:
+    expected = {f"file{number}": random_bytes(20_000, seed=number) for number in range(10)}
+    fd = os.open(fresh.root / "log", os.O_WRONLY | os.O_CREAT | os.O_DSYNC)
+    for name, content in expected.items():
+        (fresh.root / name).write_bytes(content)
+    os.write(fd, b"all are written")
+    crash_and_mount(fresh)
+    close_dead(fd)
+    assert (fresh.root / "log").read_bytes() == b"all are written"
+    for name, content in expected.items():
+        assert_same((fresh.root / name).read_bytes(), content)
+
+
 def test_fsync_of_a_folder_makes_its_names_durable(fresh: Mount) -> None:
     (fresh.root / "folder").mkdir()
     (fresh.root / "folder" / "before").write_bytes(b"content")
