@@ -1,0 +1,198 @@
+"""A device directory's stamp, lock and identity, one by one; tests of sets are in test_devices.py.
+
+Invariants:
+  * No function leaves a descriptor open that it does not return.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fpfs.core.refusal import Refused
+from fpfs.daemon import stamp
+from fpfs.daemon.stamp import (
+    FORMAT_VERSION,
+    LOCK_NAME,
+    STAMP_NAME,
+    Backing,
+    LockHolder,
+    Stamp,
+    lock_directory,
+    lock_holder,
+    read_backing,
+    read_stamp,
+    write_stamp,
+)
+from tests.support.processes import expect_line, python_child, run, tell
+
+STAMP = Stamp(
+    format_version=FORMAT_VERSION,
+    filesystem_id="f" * 32,
+    device_number=3,
+    device_id="d" * 32,
+    device_count=4,
+    backing=Backing(uuid="", inode=12),
+    paths=("/a", "/b"),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    """Every test gives back what it was given."""
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_stamp_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        done.append(("fsync", path.name if path.is_dir() else path.read_text()))
+        fsync(fd)
+
+    def recorded_rename(source: str, destination: str) -> None:
+        done.append(("rename", Path(destination).name))
+        rename(source, destination)
+
+    write_stamp(str(tmp_path), STAMP)
+    content = (tmp_path / STAMP_NAME).read_text()
+    (tmp_path / STAMP_NAME).unlink()
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    write_stamp(str(tmp_path), STAMP)
+    assert done == [("fsync", content), ("rename", STAMP_NAME), ("fsync", tmp_path.name)]
+    assert os.listdir(tmp_path) == [STAMP_NAME]
+    assert read_stamp(str(tmp_path), asked="test") == STAMP
+
+
+def test_a_stamp_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stamp(str(tmp_path), STAMP)
+
+    def failing(_fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
+        patched.setattr(os, "fsync", failing)
+        write_stamp(str(tmp_path), msgspec.structs.replace(STAMP, device_count=5))
+    assert read_stamp(str(tmp_path), asked="test") == STAMP
+
+
+def test_a_lock_excludes_and_names_its_holder(tmp_path: Path) -> None:
+    # A longer record of an earlier holder must not show through.
+    (tmp_path / LOCK_NAME).write_bytes(_record(1, Path("/long" * 20)))
+    held = lock_directory(str(tmp_path), mountpoint="", asked="first")
+    try:
+        assert lock_holder(str(tmp_path)) == LockHolder(os.getpid(), "")
+        with pytest.raises(Refused, match=re.escape(f"in use (process {os.getpid()})")):
+            lock_directory(str(tmp_path), mountpoint="/x", asked="second")
+        assert lock_holder(str(tmp_path)) == LockHolder(os.getpid(), "")
+    finally:
+        os.close(held)
+    os.close(lock_directory(str(tmp_path), mountpoint="/x", asked="third"))
+    assert lock_holder(str(tmp_path)) == LockHolder(os.getpid(), "/x")
+
+
+def test_a_lock_that_somebody_else_holds_is_not_taken_from_one_that_ended(tmp_path: Path) -> None:
+    """Who is named as the holder is gone, and yet the lock is held: by a child of it, say."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    record = _record(ended.pid, tmp_path / "not mounted")
+    (tmp_path / LOCK_NAME).write_bytes(record)
+    held = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Refused, match="in use"):
+            lock_directory(str(tmp_path), mountpoint="/x", asked="test")
+        assert (tmp_path / LOCK_NAME).read_bytes() == record
+    finally:
+        os.close(held)
+
+
+def test_a_server_that_drains_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was unmounted, lives on, and lets go of the lock by ending."""
+    holding = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+    (tmp_path / LOCK_NAME).touch()
+    tries: list[bool] = []
+    with python_child(holding, tmp_path / LOCK_NAME) as server:
+        expect_line(server, "held")
+        (tmp_path / LOCK_NAME).write_bytes(_record(server.pid, tmp_path / "not mounted"))
+        try_lock = stamp._try_lock
+
+        def tried(fd: int) -> bool:
+            tries.append(try_lock(fd))
+            if not tries[-1]:
+                tell(server)
+            return tries[-1]
+
+        monkeypatch.setattr(stamp, "_try_lock", tried)
+        os.close(lock_directory(str(tmp_path), mountpoint="/x", asked="test"))
+    assert tries == [False, True]
+
+
+def test_where_the_kernel_knows_no_identity() -> None:
+    assert read_backing("/proc") == Backing(uuid="", inode=os.stat("/proc").st_ino)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_the_identity_is_that_of_the_filesystem(tmp_path: Path) -> None:
+    first, second = (_ext4(tmp_path, name) for name in ("first", "second"))
+    try:
+        if not read_backing(str(first.mountpoint)).uuid:
+            pytest.skip("this kernel does not tell a filesystem's UUID (Linux 6.9)")
+        for mounted in (first, second):
+            folder = mounted.mountpoint / "folder"
+            folder.mkdir()
+            assert read_backing(str(folder)) == Backing(
+                uuid=mounted.uuid.hex, inode=folder.stat().st_ino
+            )
+    finally:
+        for mounted in (first, second):
+            run("umount", mounted.mountpoint)
+
+
+class _Mounted:
+    """A small ext4 of a known identity, by way of a loop device."""
+
+    def __init__(self, mountpoint: Path, identity: uuid.UUID) -> None:
+        self.mountpoint = mountpoint
+        self.uuid = identity
+
+
+def _ext4(folder: Path, name: str) -> _Mounted:
+    identity = uuid.uuid4()
+    image, mountpoint = folder / f"{name}.img", folder / name
+    mountpoint.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    run("mkfs.ext4", "-q", "-F", "-U", identity, image)
+    run("mount", "-o", "loop", image, mountpoint)
+    return _Mounted(mountpoint, identity)
+
+
+def _record(pid: int, mountpoint: Path) -> bytes:
+    return msgspec.json.encode(LockHolder(pid, str(mountpoint)))
