@@ -191,8 +191,11 @@ class Commit:
     async def give_back(self, inode: Inode) -> None:
         """Delete an inode without a name now, and return when its space is free again.
 
-        What has it open by a path alone (O_PATH) cannot open it any more.
+        A version that is on its way to the devices gets there first, or is given up. What has the
+        inode open by a path alone (O_PATH) cannot open it any more.
         """
+        if inode.pending:
+            await self._wait_done(self._last_entries[inode.ino])
         if not inode.users:
             self._delete(inode)
         await self._reclaim.wait_idle()

@@ -301,16 +301,18 @@ class Entries:
     async def _let_go(self, removed: Removed) -> None:
         """Let an inode without a name be deleted if nothing uses it nor the kernel knows it.
 
-        The kernel forgets it after the answer, and its space comes back a moment later. On a nearly
-        full device that moment would let a write fail right after the removal that made room for
-        it: there the answer waits until the space is back.
+        The kernel forgets it after the answer, and its space comes back a moment later. On a device
+        without room for as much again, that moment would let a write fail right after the removal
+        that made room for it: there the answer waits until the space is back.
         """
         if removed.nlink:
             return
         inode = await self._inodes.get(removed.ino)
         self._inodes.settle(inode)
         holds_space = inode.is_regular and inode.allocated_bytes > INLINE_BYTES_MAX
-        if holds_space and not inode.users and await self._space.is_tight():
+        if not holds_space or inode.handles:
+            return
+        if await self._space.is_tight(wanted_bytes=inode.allocated_bytes):
             await self._commit.give_back(inode)
 
 

@@ -63,11 +63,12 @@ class DeviceSpace:
             name_bytes_max=NAME_BYTES_MAX,
         )
 
-    async def is_tight(self) -> bool:
-        """Whether some device is nearly full."""
+    async def is_tight(self, *, wanted_bytes: int) -> bool:
+        """Whether some device is nearly full, or has less than is likely to be wanted next."""
         figures = await trio.to_thread.run_sync(self._figures)
         return any(
-            f.f_bavail * f.f_frsize < max(TIGHT_BYTES, f.f_blocks * f.f_frsize * TIGHT_SHARE)
+            f.f_bavail * f.f_frsize
+            < max(wanted_bytes, TIGHT_BYTES, f.f_blocks * f.f_frsize * TIGHT_SHARE)
             for f in figures
         )
 

@@ -97,6 +97,22 @@ def test_a_full_mount_refuses_in_write_and_goes_on_after_an_unlink(
     assert sorted(os.listdir(mount.root)) == ["file", "other"]
 
 
+def test_what_was_just_closed_gives_its_space_back_to_the_next(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """There is room for one at a time, and each is removed while it is being committed."""
+    mount, _devices = small
+    for name in ("first", "second", "third", "fourth"):
+        with (mount.root / name).open("wb", buffering=0) as file:
+            for number in range(45):
+                assert file.write(piece(number)) == MEBIBYTE
+        if name != "fourth":
+            (mount.root / name).unlink()
+    assert_pieces(mount.root / "fourth", 45)
+    with (mount.root / "fifth").open("wb", buffering=0) as file:
+        assert fill(file.fileno()) < 45
+
+
 def test_overwriting_needs_space_for_both_and_loses_nothing(
     small: tuple[Mount, FaultyDevices],
 ) -> None:
