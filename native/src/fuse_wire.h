@@ -26,7 +26,10 @@ inline constexpr uint32_t kInit2DirectIoAllowMmap = 1u << 4;    // FUSE_DIRECT_I
 inline constexpr uint32_t kWriteKillSuidgid = 1u << 2;          // FUSE_WRITE_KILL_SUIDGID
 
 inline constexpr uint32_t kMaxReadaheadBytes = 16 * 1024 * 1024;
-inline constexpr uint16_t kMaxBackground = 64;
+// The kernel holds back what exceeds it, and RELEASE stands in that line, behind reads: a file that
+// is closed and opened again would have no moment without a writer. So it is out of reach; the
+// threshold below is what bounds read-ahead.
+inline constexpr uint16_t kMaxBackground = 4096;
 inline constexpr uint16_t kCongestionThreshold = 48;
 
 // Replies to directory reads are kept below the smallest socket buffer an ordinary user can have.

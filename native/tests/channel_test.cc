@@ -414,6 +414,17 @@ TEST_CASE("channel: a close waits for durability if its owner wrote, or nobody k
   CHECK(kernel.relayed() == FUSE_FLUSH);
 }
 
+TEST_CASE("channel: read-ahead stops long before the kernel holds closes back") {
+  fuse_init_out out{};
+  std::string reply = bytes_of(out);
+  patch_init_reply(fuse_init_in{}, reply.data(), reply.size());
+  std::memcpy(&out, reply.data(), sizeof out);
+  // A reader that nothing slows down may have so many requests out, whatever the threshold says.
+  const uint32_t of_one_reader = wire::kMaxReadaheadBytes / (512 * 1024);
+  CHECK(out.congestion_threshold > 0);
+  CHECK(out.max_background >= out.congestion_threshold + 16 * of_one_reader);
+}
+
 TEST_CASE("channel: what the kernel releases is told once, in its order") {
   constexpr uint64_t no_handle = 99;
   Kernel kernel;
