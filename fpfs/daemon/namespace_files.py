@@ -77,8 +77,6 @@ class Files:
                 # What was closed is a version: nothing of this writer may get into it.
                 await self._commit.wait_drain_begun(inode)
             self._engine.open(handle, inode.ino, flags=flags)
-            if flags & os.O_TRUNC:
-                await self._truncate_opened(handle, inode)
         except BaseException:
             self._inodes.release(inode)
             raise
@@ -87,15 +85,18 @@ class Files:
         if writable:
             inode.writers += 1
             self.writers += 1
-        elif flags & os.O_TRUNC and inode.writers == 0:
-            self._commit.truncated(inode)
+        if flags & os.O_TRUNC:
+            # A writer from now on: a close of another while this waits for its turn queues nothing.
+            await self._truncate_opened(handle, inode)
+            if inode.writers == 0:
+                self._commit.truncated(inode)
         return Opened(handle, self._keep_cache(inode, writable=writable))
 
     async def _truncate_opened(self, handle: int, inode: Inode) -> None:
         try:
             await self._truncate_locked(inode, 0)
         except BaseException:
-            self._engine.release(handle)
+            self.release(handle)
             raise
 
     def _keep_cache(self, inode: Inode, *, writable: bool) -> bool:

@@ -67,6 +67,34 @@ async def test_what_was_closed_holds_nothing_of_the_next_writer(size: int, tmp_p
 
 
 @trio.testing.trio_test
+async def test_what_is_closed_while_another_truncates_waits_for_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount, trio.open_nursery() as nursery:
+        first = await mount.create("file")
+        mount.engine.write(first, 0, b"synced")
+        mount.engine.hold_drains()
+        nursery.start_soon(mount.namespace.files.sync, first)
+        await trio.testing.wait_all_tasks_blocked()
+        second: list[int] = []
+
+        async def overwrite() -> None:
+            second.append(await mount.open("file", flags=os.O_WRONLY | os.O_TRUNC))
+
+        nursery.start_soon(overwrite)
+        await trio.testing.wait_all_tasks_blocked()
+        mount.engine.write(first, 0, b"closed")
+        mount.namespace.files.release(first)
+        mount.engine.let_drains_go()
+        await trio.testing.wait_all_tasks_blocked()
+        await mount.commit.make_names_durable()
+        # Neither is whole now: what was synced stays until the second writer closes.
+        assert await committed_size(mount, "file") == len(b"synced")
+        mount.engine.write(second[0], 0, b"b")
+        mount.namespace.files.release(second[0])
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 1
+
+
+@trio.testing.trio_test
 async def test_a_reader_does_not_hold_up_the_commit(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         writer = await mount.create("file")
