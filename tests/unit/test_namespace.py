@@ -558,3 +558,20 @@ async def test_on_a_full_device_unlink_waits_for_the_space(
         await mount.namespace.files.sync(handle)
         await mount.namespace.entries.unlink(ROOT, b"open")
         assert mount.engine.read(handle, 0, 1 << 20) == bytes(LARGE)
+
+
+@trio.testing.trio_test
+async def test_on_a_full_device_unlink_waits_for_what_was_closed_just_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    async with rig(tmp_path) as mount:
+        mount.engine.hold_drains()
+        await mount.write_file("file", bytes(LARGE))
+        inode = await mount.resolve("file")
+        await mount.commit.wait_drain_begun(inode)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.namespace.entries.unlink, ROOT, b"file")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            mount.engine.let_drains_go()
+        assert mount.engine.devices.objects == {}
