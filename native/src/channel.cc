@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "channel_write.h"
 
@@ -149,7 +150,7 @@ void Channel::receive_loop(int thread) {
     end_lease(*r);
   }
   end_lease(*r);
-  if (r->spare != nullptr) engine_.arena().give(r->spare);
+  give_spare(*r);
   if (r->landing != nullptr) landing_pool_.give(r->landing);
 }
 
@@ -165,6 +166,7 @@ bool Channel::wait_readable(Receiver& r) {
         ready = epoll_wait(r.ready.get(), &event, 1, 0);
       } while (ready == 0 && std::chrono::steady_clock::now() < until);
     }
+    if (ready <= 0) give_spare(r);
     while (ready <= 0) {
       ready = epoll_wait(r.ready.get(), &event, 1, -1);
       if (ready < 0 && errno != EINTR) return false;
@@ -266,6 +268,13 @@ void Channel::forget_stream(Receiver& r, uint64_t ino) {
 void Channel::end_lease(Receiver& r) {
   if (r.lease.slot != nullptr) r.lease.file->end_lease(&r.lease);
   r.lease.file.reset();
+}
+
+// Nothing is kept from others, nor counted as staged, while nobody writes.
+void Channel::give_spare(Receiver& r) {
+  if (r.spare == nullptr) return;
+  engine_.arena().give(std::exchange(r.spare, nullptr));
+  engine_.wake();
 }
 
 void Channel::dispatch(Receiver& r, size_t received) {

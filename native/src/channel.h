@@ -113,6 +113,7 @@ class Channel {
   void note_write(Receiver& r, const std::shared_ptr<File>& file, uint64_t next_offset);
   void forget_stream(Receiver& r, uint64_t ino);
   void end_lease(Receiver& r);
+  void give_spare(Receiver& r);
   void dispatch(Receiver& r, size_t received);
 
   void handle_write(Receiver& r, const FuseRequest& request);

@@ -69,6 +69,17 @@ def test_thousands_of_open_files_with_partly_filled_chunks(small: Mount) -> None
         assert_same((folder / str(number)).read_bytes(), expected)
 
 
+def test_nothing_is_staged_when_all_is_durable(small: Mount) -> None:
+    path = small.root / "streamed"
+    with path.open("wb", buffering=0) as file:
+        for seed in range(20):
+            file.write(random_bytes(MEBIBYTE, seed=seed))
+        assert small.status().staging.bytes_used > 0
+    small.flush()
+    while small.status().staging.bytes_used > 0:  # the thread that received them goes to sleep
+        pass
+
+
 def test_a_file_much_larger_than_staging(small: Mount) -> None:
     path = small.root / "large"
     parts = [random_bytes(MEBIBYTE + 1, seed=seed) for seed in range(16)]
