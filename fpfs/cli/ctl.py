@@ -88,7 +88,7 @@ def _show_status(found: Status) -> None:
 
 @app.command
 def wait(path: str, /, *, timeout: float | None = None) -> int:
-    """Wait until the file or directory at PATH is durable.
+    """Wait until the file or directory at PATH is durable; an open file must be closed first.
 
     Parameters
     ----------
