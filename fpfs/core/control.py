@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from fpfs.core.mounts import MountEntry, mount_at, mount_containing
-from fpfs.core.refusal import Refused
+from fpfs.core.refusal import Refused, refuse_empty
 
 PROTOCOL_VERSION = 1
 LINE_BYTES_MAX = 16 * 1024 * 1024
@@ -156,6 +156,7 @@ def runtime_folders(uid: int) -> list[str]:
 
 def find_fpfs(path: str, *, asked: str) -> MountEntry:
     """The fpfs mount that holds `path`. Raises `Refused` when another filesystem does."""
+    refuse_empty(path, what="path", asked=asked)
     # The mountpoint itself is found without touching it: its server may hang.
     entry = mount_at(path) or mount_containing(path)
     if not entry.is_fpfs:

@@ -16,3 +16,16 @@ class Refused(Exception):
         self.asked = asked
         self.wrong = wrong
         self.remedy = remedy
+
+
+def refuse_empty(path: str, *, what: str, asked: str) -> None:
+    """Refuse the empty string where a path is needed; resolved, it would be the working directory.
+
+    `what` says what the path stands for. Scripts come to it by a variable that is not set.
+    """
+    if not path:
+        raise Refused(
+            asked=asked.strip(),
+            wrong=f"the {what} is an empty string",
+            remedy="name a directory (is a variable unset?)",
+        )

@@ -20,7 +20,7 @@ import msgspec
 from fpfs.core.control import ControlClient, Flushed, Verb
 from fpfs.core.mounts import is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions
-from fpfs.core.refusal import Refused
+from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import abort_connection, check_mountpoint, check_outside, unmount
 from fpfs.daemon.places import (
@@ -91,7 +91,7 @@ def prepare(
     """Check what was asked and complete it with defaults. Raises `Refused`."""
     asked = f"mount at {mountpoint}"
     resolved = check_mountpoint(mountpoint, asked=asked)
-    chosen = _chosen_devices([*devices, *options.devices])
+    chosen = _chosen_devices([*devices, *options.devices], asked=asked)
     log_path = os.path.realpath(log) if log else ""
     runtime_folder = make_runtime_folder(asked=asked)
     remove_dead_sockets(runtime_folder)
@@ -117,7 +117,9 @@ def prepare(
     )
 
 
-def _chosen_devices(paths: Sequence[str]) -> list[str]:
+def _chosen_devices(paths: Sequence[str], *, asked: str) -> list[str]:
+    for path in paths:
+        refuse_empty(path, what="device directory", asked=asked)
     if paths:
         return [os.path.realpath(path) for path in paths]
     default = os.path.realpath(default_device())
@@ -127,7 +129,7 @@ def _chosen_devices(paths: Sequence[str]) -> list[str]:
 
 def format_devices(paths: Sequence[str]) -> DeviceSet:
     """Make a filesystem of empty directories; returns it, unlocked. Raises `Refused`."""
-    chosen = _chosen_devices(paths)
+    chosen = _chosen_devices(paths, asked="format")
     asked = f"format {', '.join(chosen)}"
     with open_devices(chosen, mountpoint="", asked=asked) as made:
         if not made.formatted:
@@ -214,6 +216,7 @@ def stop(mountpoint: str) -> Flushed:
     written meanwhile is drained by the server after the unmount.
     """
     asked = f"unmount {mountpoint}"
+    refuse_empty(mountpoint, what="mountpoint", asked=asked)
     entry = mount_at(mountpoint)
     if entry is None or not entry.is_fpfs:
         raise Refused(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fpfs.core.mounts import is_below, mount_at, mount_table
-from fpfs.core.refusal import Refused
+from fpfs.core.refusal import Refused, refuse_empty
 
 FUSERMOUNT = "fusermount3"
 READ_AHEAD_KIB = 4096
@@ -28,6 +28,7 @@ _CONNECTIONS = Path("/sys/fs/fuse/connections")
 
 def check_mountpoint(mountpoint: str, *, asked: str) -> str:
     """The resolved mountpoint, or `Refused` with the reason why nothing can be mounted there."""
+    refuse_empty(mountpoint, what="mountpoint", asked=asked)
     entry = mount_at(mountpoint)
     if entry is not None and entry.is_fpfs:
         raise Refused(

@@ -1,0 +1,43 @@
+"""The commands in this process: what they answer before any mount is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fpfs.cli import ctl, main
+from fpfs.cli.show import run_app
+
+
+def complaint(
+    capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 1, tool: str = "fpfs"
+) -> str:
+    """The one line on stderr of a command that ends with `status`."""
+    app = {"fpfs": main.app, "fpfs-ctl": ctl.app}[tool]
+    assert run_app(app, [str(word) for word in words]) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"{tool}: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_an_empty_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script whose variable is unset must not format the directory that it runs in."""
+    (tmp_path / "working").mkdir()
+    (tmp_path / "mount").mkdir()
+    monkeypatch.chdir(tmp_path / "working")
+    device = "the device directory is an empty string; name a directory"
+    # Twice, so that nothing would be mounted if both were taken.
+    assert device in complaint(capsys, "mount", "-d", "", "-d", "", tmp_path / "mount")
+    assert device in complaint(capsys, "format", "-d", "")
+    mountpoint = "the mountpoint is an empty string; name a directory"
+    assert mountpoint in complaint(capsys, "mount", "-d", ".", "")
+    assert mountpoint in complaint(capsys, "umount", "")
+    for verb in ("status", "wait", "flush"):
+        assert "the path is an empty string; name a" in complaint(capsys, verb, "", tool="fpfs-ctl")
+    assert os.listdir() == []
