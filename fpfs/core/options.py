@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -72,42 +72,6 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     kernel: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        """Refuse values that no mount could work with."""
-        if self.chunk_bytes % BLOCK_BYTES or not (
-            CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX
-        ):
-            raise Refused(
-                asked=f"chunk={self.chunk_bytes}",
-                wrong="a chunk is 128K to 16M, in steps of 64K",
-                remedy="take 1M unless measured otherwise",
-            )
-        if self.staging_bytes < STAGING_BYTES_MIN:
-            raise Refused(
-                asked=f"staging={self.staging_bytes}",
-                wrong="staging needs at least 16M",
-                remedy="take 1G, or leave it out for an eighth of the memory up to 1G",
-            )
-        staging_bytes_min = SLOTS_MIN * self.slot_bytes
-        if self.staging_bytes < staging_bytes_min:
-            raise Refused(
-                asked=f"chunk={self.chunk_bytes} and staging={self.staging_bytes}",
-                wrong=f"staging needs at least {SLOTS_MIN} chunks",
-                remedy=f"take staging={staging_bytes_min // 1024**2}M, or a smaller chunk",
-            )
-        if not 1 <= self.receivers <= RECEIVERS_MAX:
-            raise Refused(
-                asked=f"receivers={self.receivers}",
-                wrong=f"1 to {RECEIVERS_MAX} threads receive writes",
-                remedy="take 1, or more where several processes write at once and cores are idle",
-            )
-        if not 1 <= self.depth <= DEPTH_MAX:
-            raise Refused(
-                asked=f"depth={self.depth}",
-                wrong=f"the depth of a device's queue is 1 to {DEPTH_MAX}",
-                remedy="take 16 unless measured otherwise",
-            )
-
     @property
     def slot_bytes(self) -> int:
         """Size of a staging slot: the largest chunk."""
@@ -122,53 +86,67 @@ _KERNEL = frozenset("ro rw suid nosuid dev nodev exec noexec atime noatime sync 
 _IGNORED = frozenset(
     "defaults auto noauto user nouser users owner group nofail _netdev relatime".split(" ")
 )
-_VALUED = ("ack", "backend", "staging", "chunk", "depth", "receivers", "device", "log", "fsname")
+_EXAMPLES = {
+    "ack": "close",
+    "backend": "threads",
+    "staging": "1G",
+    "chunk": "1M",
+    "depth": "16",
+    "receivers": "4",
+    "device": "/nvme0/fpfs",
+    "log": "/var/log/fpfs.log",
+    "fsname": "/nvme0/fpfs",
+}
+"""The options that have a value, and what one looks like."""
 _FLAGS = ("allow_other", "noallow_other", "adopt")
 
 
-def parse_mount_options(words: Iterable[str], *, base: MountOptions | None = None) -> MountOptions:
+def parse_mount_options(words: Iterable[str]) -> MountOptions:
     """Options from ``-o`` strings, each a comma-separated list; later ones win over earlier.
 
     Raises `Refused` for an unknown name, a missing or a bad value.
     """
-    options = base or MountOptions()
+    values: dict[str, object] = {}
+    typed: dict[str, str] = {}
+    kernel, devices = [], []
     for item in ",".join(words).split(","):
-        name, equals, value = item.partition("=")
+        name, _, value = item.partition("=")
         if not item or name in _IGNORED or name.startswith("x-") or name == "comment":
             continue
         if item in _KERNEL:
-            options = msgspec.structs.replace(options, kernel=(*options.kernel, item))
+            kernel.append(item)
+        elif item == "adopt":
+            values["adopt"] = True
         elif item in _FLAGS:
-            options = _with_flag(options, item)
-        elif name in _VALUED and equals and value:
-            options = _with_value(options, name, value)
+            values["allow_other"] = item == "allow_other"
+        elif name == "device" and value:
+            devices.append(value)
+        elif name in _EXAMPLES and value:
+            field, parsed = _parse_value(name, value)
+            values[field], typed[name] = parsed, value
         else:
-            raise _unknown(item, needs_value=name in _VALUED)
+            raise _unreadable(item, name)
+    options = msgspec.structs.replace(
+        MountOptions(), **values, devices=tuple(devices), kernel=tuple(kernel)
+    )
+    _check(options, typed)
     return options
 
 
-def _with_flag(options: MountOptions, flag: str) -> MountOptions:
-    if flag == "adopt":
-        return msgspec.structs.replace(options, adopt=True)
-    return msgspec.structs.replace(options, allow_other=flag == "allow_other")
-
-
-def _with_value(options: MountOptions, name: str, value: str) -> MountOptions:
+def _parse_value(name: str, value: str) -> tuple[str, object]:
+    """The field of `MountOptions` that an option sets, and to what."""
     match name:
         case "ack":
-            return msgspec.structs.replace(options, ack=_choice(Acknowledge, name, value))
+            return name, _choice(Acknowledge, name, value)
         case "backend":
-            return msgspec.structs.replace(options, backend=_choice(Backend, name, value))
+            return name, _choice(Backend, name, value)
         case "staging" | "chunk":
-            size_bytes = parse_size_bytes(value, name=name)
-            return msgspec.structs.replace(options, **{f"{name}_bytes": size_bytes})
+            return f"{name}_bytes", parse_size_bytes(value, name=name)
         case "depth" | "receivers":
-            return msgspec.structs.replace(options, **{name: _count(name, value)})
-        case "device":
-            return msgspec.structs.replace(options, devices=(*options.devices, value))
+            return name, _count(name, value)
         case "log":
-            return msgspec.structs.replace(options, log=value)
-    return msgspec.structs.replace(options, source=value)
+            return name, value
+    return "source", value
 
 
 def _choice(kind: type[Choice], name: str, value: str) -> Choice:
@@ -189,10 +167,66 @@ def _count(name: str, value: str) -> int:
     return int(value)
 
 
-def _unknown(item: str, *, needs_value: bool) -> Refused:
-    valued = ", ".join(f"{name}=" for name in _VALUED)
+def _unreadable(item: str, name: str) -> Refused:
+    asked = f"-o {item}"
+    if name in _EXAMPLES:
+        return Refused(
+            asked=asked, wrong=f"{name} needs a value", remedy=f"write {name}={_EXAMPLES[name]}"
+        )
+    if name in _FLAGS or name in _KERNEL:
+        return Refused(asked=asked, wrong=f"{name} takes no value", remedy=f"write {name}")
+    if name == "remount":
+        return Refused(
+            asked=asked,
+            wrong="the options of a mount cannot be changed while it is mounted",
+            remedy="unmount it and mount it again with the new ones",
+        )
+    valued = ", ".join(f"{name}=" for name in _EXAMPLES)
     return Refused(
-        asked=f"-o {item}",
-        wrong="this option needs a value" if needs_value else "fpfs has no such option",
+        asked=asked,
+        wrong="fpfs has no such option",
         remedy=f"known are {valued}, {', '.join(_FLAGS)}, {', '.join(sorted(_KERNEL))}",
     )
+
+
+def _check(options: MountOptions, typed: Mapping[str, str]) -> None:
+    """Refuse values that no mount could work with, in the words that were `typed`."""
+    chunk = f"chunk={typed.get('chunk', _mebibytes(options.chunk_bytes))}"
+    staging = f"staging={typed.get('staging', _mebibytes(options.staging_bytes))}"
+    if options.chunk_bytes % BLOCK_BYTES or not (
+        CHUNK_BYTES_MIN <= options.chunk_bytes <= CHUNK_BYTES_MAX
+    ):
+        raise Refused(
+            asked=chunk,
+            wrong="a chunk is 128K to 16M, in steps of 64K",
+            remedy="take 1M unless measured otherwise",
+        )
+    if options.staging_bytes < STAGING_BYTES_MIN:
+        raise Refused(
+            asked=staging,
+            wrong="staging needs at least 16M",
+            remedy="take 1G, or leave it out for an eighth of the memory up to 1G",
+        )
+    staging_bytes_min = SLOTS_MIN * options.slot_bytes
+    if options.staging_bytes < staging_bytes_min:
+        raise Refused(
+            asked=f"{chunk} and {staging}",
+            wrong=f"staging needs at least {SLOTS_MIN} chunks",
+            remedy=f"take staging={_mebibytes(staging_bytes_min)}, or a smaller chunk",
+        )
+    if not 1 <= options.receivers <= RECEIVERS_MAX:
+        raise Refused(
+            asked=f"receivers={options.receivers}",
+            wrong=f"1 to {RECEIVERS_MAX} threads receive writes",
+            remedy="take 1, or more where several processes write at once and cores are idle",
+        )
+    if not 1 <= options.depth <= DEPTH_MAX:
+        raise Refused(
+            asked=f"depth={options.depth}",
+            wrong=f"the depth of a device's queue is 1 to {DEPTH_MAX}",
+            remedy="take 16 unless measured otherwise",
+        )
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes // 1024**2}M"

@@ -3,6 +3,7 @@
 import pytest
 
 from fpfs.core.options import (
+    _EXAMPLES,
     STAGING_BYTES_DEFAULT_MAX,
     Backend,
     MountOptions,
@@ -43,6 +44,21 @@ def test_every_option_can_be_given() -> None:
     )
 
 
+def test_every_example_of_a_value_is_one() -> None:
+    for name, value in _EXAMPLES.items():
+        parse_mount_options([f"{name}={value}"])
+
+
+def test_a_large_chunk_is_checked_against_the_staging_that_follows_it() -> None:
+    """Also where the default staging, by little memory, would be too small for it."""
+    small = 128 * 1024**2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fpfs.core.options.STAGING_BYTES_DEFAULT_MAX", small)
+        assert parse_mount_options(["chunk=16M", "staging=256M"]).chunk_bytes == 16 * 1024**2
+        with pytest.raises(Refused, match=r"^chunk=16M and staging=128M: .*; take staging=256M"):
+            parse_mount_options(["chunk=16M"])
+
+
 def test_words_for_other_programs_are_passed_over() -> None:
     line = "defaults,relatime,noauto,nofail,_netdev,user,x-systemd.automount,comment=mine,x-gvfs,,"
     assert parse_mount_options([line]) == MountOptions()
@@ -59,22 +75,27 @@ def test_the_last_one_wins() -> None:
         ("bogus", r"-o bogus: fpfs has no such option; known are ack=, backend=.*adopt.*nosuid"),
         ("bogus=1", r"-o bogus=1: fpfs has no such option; known are"),
         ("dirsync", r"-o dirsync: fpfs has no such option"),
-        ("ack", r"-o ack: this option needs a value"),
-        ("ack=", r"-o ack=: this option needs a value"),
+        ("ack", r"-o ack: ack needs a value; write ack=close$"),
+        ("ack=", r"-o ack=: ack needs a value; write ack=close$"),
         ("ack=never", r"ack=never: ack has no such setting; take one of early, close, durable"),
         ("backend=aio", r"backend=aio: .*take one of auto, io_uring, threads"),
         ("staging=lots", r"staging=lots: this is not a size in whole bytes"),
-        ("staging=1M", r"staging=1048576: staging needs at least 16M"),
-        ("chunk=100K", r"chunk=102400: a chunk is 128K to 16M, in steps of 64K"),
-        ("chunk=128M", r"chunk=134217728: a chunk is 128K to 16M"),
-        ("chunk=64K", r"chunk=65536: a chunk is 128K to 16M"),
+        ("staging=1M", r"staging=1M: staging needs at least 16M"),
+        ("chunk=100K", r"chunk=100K: a chunk is 128K to 16M, in steps of 64K"),
+        ("chunk=128M", r"chunk=128M: a chunk is 128K to 16M"),
+        ("chunk=64K", r"chunk=64K: a chunk is 128K to 16M"),
         ("chunk=0", r"chunk=0: a chunk is 128K to 16M"),
         ("depth=0", r"depth=0: the depth of a device's queue is 1 to 1024"),
-        ("chunk=8M,staging=64M", r"chunk=8388608 and staging=67108864: .*at least 16 chunks; take"),
+        ("chunk=8M,staging=64M", r"chunk=8M and staging=64M: .*at least 16 chunks; take"),
         ("receivers=0", r"receivers=0: 1 to 64 threads receive writes; take 1"),
         ("depth=-1", r"depth=-1: this is not a number"),
         ("depth=9999", r"depth=9999: the depth"),
-        ("adopt=yes", r"-o adopt=yes: fpfs has no such option"),
+        ("chunk", r"-o chunk: chunk needs a value; write chunk=1M$"),
+        ("device", r"-o device: device needs a value; write device=/nvme0/fpfs$"),
+        ("adopt=1", r"-o adopt=1: adopt takes no value; write adopt$"),
+        ("allow_other=", r"-o allow_other=: allow_other takes no value; write allow_other$"),
+        ("ro=yes", r"-o ro=yes: ro takes no value; write ro$"),
+        ("remount,ack=close", r"-o remount: the options of .* while it is mounted; unmount it and"),
     ],
 )
 def test_refusals_say_what_is_wrong_and_what_to_do(item: str, message: str) -> None:
