@@ -102,9 +102,10 @@ _FLAGS = ("allow_other", "noallow_other", "adopt")
 
 
 def parse_mount_options(words: Iterable[str]) -> MountOptions:
-    """Options from ``-o`` strings, each a comma-separated list; later ones win over earlier.
+    """Options from ``-o`` strings, each a comma-separated list.
 
-    Raises `Refused` for an unknown name, a missing or a bad value.
+    As with mount(8), the last of ``ro,rw`` and other opposites wins, and the last fsname. Raises
+    `Refused` for an unknown name, a missing or a bad value, and for two values of one option.
     """
     values: dict[str, object] = {}
     typed: dict[str, str] = {}
@@ -123,6 +124,8 @@ def parse_mount_options(words: Iterable[str]) -> MountOptions:
             devices.append(value)
         elif name in _EXAMPLES and value:
             field, parsed = _parse_value(name, value)
+            if name != "fsname" and values.get(field, parsed) != parsed:
+                raise _conflicting(f"{name}={typed[name]}", f"{name}={value}")
             values[field], typed[name] = parsed, value
         else:
             raise _unreadable(item, name)
@@ -186,6 +189,14 @@ def _unreadable(item: str, name: str) -> Refused:
         asked=asked,
         wrong="fpfs has no such option",
         remedy=f"known are {valued}, {', '.join(_FLAGS)}, {', '.join(sorted(_KERNEL))}",
+    )
+
+
+def _conflicting(first: str, second: str) -> Refused:
+    return Refused(
+        asked=f"{first} and {second}",
+        wrong="one option is given twice with different values",
+        remedy="leave one out",
     )
 
 

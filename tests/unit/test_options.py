@@ -64,9 +64,35 @@ def test_words_for_other_programs_are_passed_over() -> None:
     assert parse_mount_options([line]) == MountOptions()
 
 
-def test_the_last_one_wins() -> None:
-    assert parse_mount_options(["ack=close", "ack=durable"]).ack is Acknowledge.DURABLE
+def test_the_last_of_two_opposites_wins() -> None:
     assert parse_mount_options(["allow_other,noallow_other"]).allow_other is False
+    assert parse_mount_options(["ro,rw"]).kernel == ("ro", "rw")
+    assert parse_mount_options(["fsname=/a,fsname=/b"]).source == "/b"
+
+
+def test_one_value_given_twice_is_one_value() -> None:
+    options = parse_mount_options(["ack=close,chunk=2M", "ack=close,chunk=2048K", "adopt,adopt"])
+    assert (options.ack, options.chunk_bytes) == (Acknowledge.CLOSE, 2 * 1024**2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ack=early", "ack=close"),
+        ("backend=auto", "backend=threads"),
+        ("staging=1G", "staging=2048M"),
+        ("chunk=1M", "chunk=2M"),
+        ("depth=16", "depth=1"),
+        ("receivers=1", "receivers=2"),
+        ("log=/a", "log=/b"),
+    ],
+)
+def test_two_values_of_one_option_are_refused(first: str, second: str) -> None:
+    """mount(8) lets the last win: how durable a mount is must not depend on an order."""
+    message = f"^{first} and {second}: one option is given twice with different values; leave one"
+    for words in ([f"{first},{second}"], [first, second]):
+        with pytest.raises(Refused, match=message):
+            parse_mount_options(words)
 
 
 @pytest.mark.parametrize(
