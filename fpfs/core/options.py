@@ -73,6 +73,11 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     kernel: tuple[str, ...] = ()
 
     @property
+    def read_only(self) -> bool:
+        """Whether nothing may be written: the last of ``ro`` and ``rw`` decides."""
+        return [word for word in self.kernel if word in ("ro", "rw")][-1:] == ["ro"]
+
+    @property
     def slot_bytes(self) -> int:
         """Size of a staging slot: the largest chunk."""
         return max(SLOT_BYTES_MIN, self.chunk_bytes)

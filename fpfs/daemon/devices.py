@@ -94,11 +94,17 @@ class DeviceSet:
 
 
 def open_devices(
-    paths: Sequence[str], *, mountpoint: str, asked: str, adopt: bool = False
+    paths: Sequence[str],
+    *,
+    mountpoint: str,
+    asked: str,
+    adopt: bool = False,
+    may_format: bool = True,
 ) -> DeviceSet:
     """Lock device directories, format them when all are empty, and check that they fit together.
 
-    `adopt` accepts directories that were copied or moved to another filesystem. Raises `Refused`.
+    `adopt` accepts directories that were copied or moved to another filesystem; without
+    `may_format`, empty ones are refused. Raises `Refused`.
     """
     resolved = _check_paths(paths, asked=asked)
     lock_fds: list[int] = []
@@ -109,6 +115,12 @@ def open_devices(
             if is_fresh:
                 _check_empty(path, asked=asked)
         _check_all_or_none_fresh(resolved, fresh, asked=asked)
+        if any(fresh) and not may_format:
+            raise Refused(
+                asked=asked,
+                wrong=f"{resolved[0]} is empty, and a read-only mount does not format",
+                remedy="mount it writable once, or run fpfs format",
+            )
         for path in resolved:
             lock_fds += [lock_directory(path, mountpoint=mountpoint, asked=asked)]
         if all(fresh):

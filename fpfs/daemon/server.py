@@ -375,6 +375,7 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         mountpoint=config.mountpoint,
         asked=config.asked,
         adopt=config.options.adopt,
+        may_format=not config.options.read_only,
     ) as devices:
         for note in devices.notes:
             _log.info("%s", note)

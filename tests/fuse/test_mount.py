@@ -171,6 +171,18 @@ def test_format_and_then_mount(places: tuple[Path, Path], tmp_path: Path) -> Non
     check_fpfs("umount", mountpoint)
 
 
+def test_a_read_only_mount_does_not_format(places: tuple[Path, Path], tmp_path: Path) -> None:
+    device, mountpoint = places
+    log = ("--log", tmp_path / "log")
+    assert f"{device} is empty, and a read-only mount does not format; mount it writable" in (
+        refusal("mount", "-d", device, "-o", "ro", *log, mountpoint)
+    )
+    assert os.listdir(device) == []
+    check_fpfs("format", "-d", device)
+    check_fpfs("mount", "-d", device, "-o", "ro,staging=16M", *log, mountpoint)
+    check_fpfs("umount", mountpoint)
+
+
 def test_a_second_mount_of_the_same_devices(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -275,7 +287,8 @@ def test_more_staging_than_there_is_memory(places: tuple[Path, Path], tmp_path: 
 
 
 def test_options_reach_the_mount() -> None:
-    with mounted(options=("ack=close,backend=threads,ro", "fsname=/my/devices")) as mount:
+    with mounted() as mount:
+        mount.remount("ack=close,backend=threads,ro,staging=16M", "fsname=/my/devices")
         status = mount.status()
         assert status.ack == "close"
         assert {device.backend for device in status.devices} == {"threads"}

@@ -66,7 +66,9 @@ def test_words_for_other_programs_are_passed_over() -> None:
 
 def test_the_last_of_two_opposites_wins() -> None:
     assert parse_mount_options(["allow_other,noallow_other"]).allow_other is False
-    assert parse_mount_options(["ro,rw"]).kernel == ("ro", "rw")
+    assert parse_mount_options(["rw,ro,nosuid"]).read_only is True
+    assert parse_mount_options(["ro,rw"]).read_only is False
+    assert parse_mount_options([]).read_only is False
     assert parse_mount_options(["fsname=/a,fsname=/b"]).source == "/b"
 
 
