@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from fpfs.core.control import ControlClient, Flushed, Verb
-from fpfs.core.mounts import is_below, mount_at, resolve_mountpoint
+from fpfs.core.mounts import MountEntry, is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.devices import DeviceSet, open_devices
@@ -209,6 +210,21 @@ def _started(config: ServerConfig, line: bytes, process: subprocess.Popen[bytes]
     )
 
 
+def _check_owner(entry: MountEntry, *, asked: str) -> None:
+    """Refuse to unmount what somebody else mounted, as fusermount3 would in stranger words."""
+    if os.getuid() in (0, entry.owner_uid):
+        return
+    try:
+        owner = pwd.getpwuid(entry.owner_uid).pw_name
+    except KeyError:
+        owner = str(entry.owner_uid)
+    raise Refused(
+        asked=asked,
+        wrong=f"it was mounted by user {owner}",
+        remedy=f"ask {owner if entry.owner_uid == 0 else f'{owner} or root'} to unmount it",
+    )
+
+
 def stop(mountpoint: str) -> Flushed:
     """Unmount; returns when everything is durable and the server has ended. Raises `Refused`.
 
@@ -226,6 +242,7 @@ def stop(mountpoint: str) -> Flushed:
             else f"{entry.filesystem_type} is mounted there, not fpfs",
             remedy="findmnt -t fuse.fpfs lists the mounts",
         )
+    _check_owner(entry, asked=asked)
     try:
         ending = ControlClient(entry, asked=asked)
     except Refused as refused:

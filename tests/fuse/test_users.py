@@ -20,7 +20,7 @@ import pytest
 
 from fpfs import _native
 from fpfs.core.mounts import mount_at
-from fpfs.testing.mounted import REPOSITORY
+from fpfs.testing.mounted import REPOSITORY, mounted
 
 USER = "nobody"
 
@@ -201,6 +201,16 @@ def test_control_by_the_user_and_by_root(account: Account) -> None:
     done = account.module("fpfs.cli.ctl", "status", "--json", account.mountpoint)
     assert done.returncode == 0, done.stderr
     assert '"server_pid"' in done.stdout
+
+
+def test_somebody_elses_mount_is_not_unmounted(account: Account) -> None:
+    with mounted() as mount:
+        done = account.fpfs("umount", mount.root)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"fpfs: unmount {mount.root}: it was mounted by user root; ask root to unmount it\n"
+        )
+        assert mount.status().server_pid == mount.server_pid
 
 
 def test_allow_other_is_refused_with_the_remedy(account: Account) -> None:
