@@ -17,12 +17,24 @@ from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 
 STATUS_TIMEOUT_S = 60.0
+TIMEOUT_S_MAX = 1_000_000.0
+"""poll(2) counts milliseconds in 31 bits."""
 
 app = App(
     name="fpfs-ctl",
     help="Show and direct mounted fpfs filesystems.",
     version=f"fpfs {fpfs.__version__}",
 )
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    """Refuse what is no time to wait for: zero, less, infinity and not-a-number."""
+    if timeout_s is not None and not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise Refused(
+            asked=f"--timeout {timeout_s:g}",
+            wrong=f"this is not a number of seconds above 0 and up to {TIMEOUT_S_MAX:.0f}",
+            remedy="write one such as 30, or leave it out",
+        )
 
 
 @app.command
@@ -42,6 +54,7 @@ def status(
     timeout
         Give up after so many seconds, with exit status 1.
     """
+    _check_timeout(timeout)
     asked = f"status of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
@@ -95,15 +108,16 @@ def wait(path: str, /, *, timeout: float | None = None) -> int:
     timeout
         Give up after so many seconds, with exit status 1.
     """
+    _check_timeout(timeout)
     asked = f"wait for {path}"
-    entry = find_fpfs(path, asked=asked)
-    try:
-        ino = os.stat(path).st_ino
-    except OSError as error:
-        raise Refused(
-            asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
-        ) from None
-    with ControlClient(entry, asked=asked) as client:
+    # Connected first: what a server that died left answers ENOTCONN to stat.
+    with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
+        try:
+            ino = os.stat(path).st_ino
+        except OSError as error:
+            raise Refused(
+                asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
+            ) from None
         return show_failures(client.ask(Verb.WAIT, Flushed, ino=ino, timeout_s=timeout))
 
 
@@ -116,6 +130,7 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     timeout
         Give up after so many seconds, with exit status 1.
     """
+    _check_timeout(timeout)
     asked = f"flush of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))

@@ -155,17 +155,34 @@ def runtime_folders(uid: int) -> list[str]:
 
 
 def find_fpfs(path: str, *, asked: str) -> MountEntry:
-    """The fpfs mount that holds `path`. Raises `Refused` when another filesystem does."""
+    """The fpfs mount that holds `path`. Raises `Refused` when another filesystem does, or none."""
     refuse_empty(path, what="path", asked=asked)
     # The mountpoint itself is found without touching it: its server may hang.
     entry = mount_at(path) or mount_containing(path)
     if not entry.is_fpfs:
+        if _is_missing(path):
+            raise Refused(
+                asked=asked,
+                wrong=f"{path} does not exist",
+                remedy="findmnt -t fuse.fpfs lists the mounts",
+            )
         raise Refused(
             asked=asked,
             wrong=f"{path} is not on an fpfs mount ({entry.filesystem_type} at {entry.mountpoint})",
             remedy="findmnt -t fuse.fpfs lists the mounts",
         )
     return entry
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there is surely nothing at `path`; what cannot be looked at may be there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 Result = TypeVar("Result")

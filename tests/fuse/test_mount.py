@@ -320,6 +320,10 @@ def test_a_dead_server_is_unmounted_and_mounted_again() -> None:
         os.kill(mount.server_pid, 9)
         with pytest.raises(OSError, match=r"endpoint|abort"):
             os.listdir(mount.root)
+        for verb in ("status", "wait", "flush"):
+            dead = run_fpfs(verb, mount.root, module=CTL)
+            assert dead.returncode == 1
+            assert f"answers for {mount.root}; if it died, run fpfs umount" in dead.stderr
         message = refusal_of_dead_umount(mount)
         assert "its server was gone" in message
         assert mount.entry() is None

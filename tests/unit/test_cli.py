@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,30 @@ def test_an_empty_path_is_not_the_working_directory(
     for verb in ("status", "wait", "flush"):
         assert "the path is an empty string; name a" in complaint(capsys, verb, "", tool="fpfs-ctl")
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("verb", ["status", "wait", "flush"])
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e300"])
+def test_a_timeout_is_a_number_of_seconds(
+    verb: str, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, verb, "--timeout", seconds, "/", tool="fpfs-ctl")
+    asked = f"fpfs-ctl: --timeout {float(seconds):g}: "
+    assert said.startswith(f"{asked}this is not a number of seconds above 0 and up to 1000000;")
+
+
+def test_the_longest_timeout_is_one_for_a_socket() -> None:
+    """A longer one than the system can count is an OverflowError there."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ctl.TIMEOUT_S_MAX)
+
+
+@pytest.mark.parametrize("verb", ["status", "wait", "flush"])
+def test_a_path_that_does_not_exist(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path / "missing", file / "below"):
+        assert f"{path} does not exist; findmnt" in complaint(capsys, verb, path, tool="fpfs-ctl")
+    assert f"{file} is not on an fpfs mount" in complaint(capsys, verb, file, tool="fpfs-ctl")
