@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,8 @@ from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 
 STATUS_TIMEOUT_S = 60.0
+SURPLUS = dict.fromkeys(("status", "wait", "flush"), "there is one path")
+"""Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
 """poll(2) counts milliseconds in 31 bits."""
 
@@ -136,9 +139,9 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
         return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))
 
 
-def main() -> int:
-    """Entry of the command ``fpfs-ctl``."""
-    return run_app(app, sys.argv[1:])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of the command ``fpfs-ctl``; the arguments are the process's unless given."""
+    return run_app(app, sys.argv[1:] if arguments is None else arguments, surplus=SURPLUS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -18,6 +19,15 @@ app = App(
     help="A filesystem that makes saving a checkpoint as fast as the devices under it.",
     version=f"fpfs {fpfs.__version__}",
 )
+
+_ONE_MOUNTPOINT = "there is one mountpoint"
+SURPLUS = {
+    "mount": f"{_ONE_MOUNTPOINT}, and every device directory is named with -d",
+    "umount": _ONE_MOUNTPOINT,
+    "unmount": _ONE_MOUNTPOINT,
+    "format": "every device directory is named with -d",
+}
+"""Where words belong that a command has no place for."""
 
 Devices = Annotated[
     list[str] | None,
@@ -148,9 +158,9 @@ def version() -> int:
     return 0
 
 
-def main() -> int:
-    """Entry of the command ``fpfs``."""
-    return run_app(app, sys.argv[1:])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of the command ``fpfs``; the arguments are the process's unless given."""
+    return run_app(app, sys.argv[1:] if arguments is None else arguments, surplus=SURPLUS)
 
 
 if __name__ == "__main__":

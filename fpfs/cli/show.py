@@ -6,9 +6,9 @@ Exit statuses: 0 done, 1 refused or something was not kept, 2 the arguments cann
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 from rich.console import Console
 
 from fpfs.core.control import Flushed
@@ -17,12 +17,21 @@ from fpfs.core.refusal import Refused
 PIPE_COLUMNS = 400
 
 
-def run_app(app: App, arguments: Sequence[str]) -> int:
-    """Run a command line; returns its exit status."""
+def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -> int:
+    """Run a command line; returns its exit status.
+
+    `surplus` says, by command, where words that are one too many belong.
+    """
     try:
         status = app(
             arguments, exit_on_error=False, print_error=False, result_action="return_value"
         )
+    except UnusedCliTokensError as error:
+        words = " ".join(error.unused_tokens or ())
+        command = (error.command_chain or ("",))[0]
+        hint = surplus.get(command, "it takes no such words")
+        sys.stderr.write(f"{app.name[0]}: {command} does not take '{words}': {hint}; see --help\n")
+        return 2
     except CycloptsError as error:
         wrong = " ".join(str(error).split()).rstrip(".")
         sys.stderr.write(f"{app.name[0]}: {wrong}; see --help\n")

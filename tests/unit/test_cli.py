@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from fpfs.cli import ctl, main
-from fpfs.cli.show import run_app
 
 
 def complaint(
     capsys: pytest.CaptureFixture[str], *words: str | Path, status: int = 1, tool: str = "fpfs"
 ) -> str:
     """The one line on stderr of a command that ends with `status`."""
-    app = {"fpfs": main.app, "fpfs-ctl": ctl.app}[tool]
-    assert run_app(app, [str(word) for word in words]) == status
+    run = {"fpfs": main.main, "fpfs-ctl": ctl.main}[tool]
+    assert run([str(word) for word in words]) == status
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"{tool}: ")
@@ -69,3 +68,27 @@ def test_a_path_that_does_not_exist(
     for path in (tmp_path / "missing", file / "below"):
         assert f"{path} does not exist; findmnt" in complaint(capsys, verb, path, tool="fpfs-ctl")
     assert f"{file} is not on an fpfs mount" in complaint(capsys, verb, file, tool="fpfs-ctl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("format d1 d2", "format does not take 'd1 d2': every device directory is named with -d"),
+        ("mount -d d m m2", "mount does not take 'm2': there is one mountpoint, and every device"),
+        ("umount m m2", "umount does not take 'm2': there is one mountpoint"),
+        ("unmount m m2", "unmount does not take 'm2': there is one mountpoint"),
+        ("version now", "version does not take 'now': it takes no such words"),
+        ("mount --bogus m", "Unknown option: --bogus"),
+    ],
+)
+def test_words_that_are_one_too_many(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, *line.split(), status=2)
+    assert said.startswith(f"fpfs: {message}")
+    assert said.endswith("; see --help\n")
+
+
+def test_the_tool_takes_one_path(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "wait", "a", "b", status=2, tool="fpfs-ctl")
+    assert said == "fpfs-ctl: wait does not take 'b': there is one path; see --help\n"
