@@ -118,6 +118,8 @@ def _serve_here(mountpoint: str, devices: list[str], options: MountOptions) -> i
     config = launch.prepare(
         mountpoint=mountpoint, devices=devices, options=options, log=options.log, ready_fd=-1
     )
+    if config.log:
+        launch.open_log(config).close()
     return process.run(config)
 
 

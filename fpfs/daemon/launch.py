@@ -150,7 +150,7 @@ def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> 
         config = prepare(
             mountpoint=mountpoint, devices=devices, options=options, log=log, ready_fd=ready_writer
         )
-        with _open_log(config) as log_file:
+        with open_log(config) as log_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fpfs.daemon.process"],
                 stdin=subprocess.PIPE,
@@ -171,15 +171,22 @@ def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> 
     return _started(config, line, process)
 
 
-def _open_log(config: ServerConfig) -> BinaryIO:
+def open_log(config: ServerConfig) -> BinaryIO:
+    """The log, open for appending; `Refused` where that cannot be.
+
+    Only the folder of the default log is made: another is more likely misspelt.
+    """
+    folder = os.path.dirname(config.log)
     try:
-        os.makedirs(os.path.dirname(config.log), mode=0o755, exist_ok=True)
+        if not config.options.log:
+            os.makedirs(folder, mode=0o755, exist_ok=True)
         return open(config.log, "ab")
     except OSError as error:
+        make = "" if os.path.isdir(folder) else f"make the folder {folder}, or "
         raise Refused(
             asked=config.asked,
             wrong=f"the log {config.log} cannot be written ({error.strerror})",
-            remedy="name another with --log",
+            remedy=f"{make}name another with --log",
         ) from error
 
 

@@ -258,6 +258,23 @@ def test_a_log_that_cannot_be_written(places: tuple[Path, Path]) -> None:
     assert "the log /proc/no/log cannot be written" in refusal(
         "mount", "-d", device, "--log", "/proc/no/log", mountpoint
     )
+    assert f"the log {device} cannot be written (Is a directory); name another with --log" in (
+        refusal("mount", "-d", device, "--log", device, mountpoint)
+    )
+
+
+@pytest.mark.parametrize("where", [[], ["--foreground"]], ids=["background", "foreground"])
+def test_the_folder_of_a_named_log_is_not_made(
+    places: tuple[Path, Path], tmp_path: Path, where: list[str]
+) -> None:
+    device, mountpoint = places
+    folder = tmp_path / "missing"
+    # Twice, so that nothing would be mounted if the log were taken.
+    devices = ("-d", device, "-d", device)
+    message = refusal("mount", *devices, *where, "-o", f"log={folder}/log", mountpoint)
+    assert f"cannot be written (No such file or directory); make the folder {folder}, or" in message
+    assert not folder.exists()
+    assert os.listdir(device) == []
 
 
 def test_options_are_checked(places: tuple[Path, Path]) -> None:
