@@ -24,6 +24,7 @@ from fpfs.core.control import Flushed
 from fpfs.core.refusal import Refused
 from fpfs.daemon.devices import DeviceSet
 from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
+from fpfs.daemon.places import ARENA_FOLDER
 from fpfs.daemon.server import serve
 
 _log = logging.getLogger("fpfs.server")
@@ -90,8 +91,11 @@ def _report(final: Flushed) -> int:
 
 
 def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
+    staging = str(getattr(error, "strerror", None)).startswith("staging arena")
     remedies = {
-        errno.ENOSPC: "make room on the devices or on /dev/shm, or ask for less staging",
+        errno.ENOSPC: f"ask for less staging (it is memory), or enlarge {ARENA_FOLDER}"
+        if staging
+        else "make room on the devices",
         errno.ENOMEM: "ask for less staging, or raise the memory lock limit (ulimit -l)",
         errno.EROFS: "mount the device's filesystem writable",
     }

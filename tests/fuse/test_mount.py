@@ -387,7 +387,7 @@ def test_staging_that_does_not_fit_leaves_nothing(
     log = tmp_path / "log"
     assert re.search(
         r"the server failed \(staging arena /dev/shm/\S+: cannot allocate \d+ bytes: No space left"
-        r" on device\); make room .* or ask for less staging",
+        r" on device\); ask for less staging \(it is memory\), or enlarge /dev/shm\n",
         refusal("mount", "-d", device, "--log", log, "--staging", "1000T", mountpoint),
     )
     assert "Traceback" not in log.read_text()
