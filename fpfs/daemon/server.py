@@ -121,7 +121,7 @@ class Server:
             try:
                 await nursery.start(control.serve)
                 nursery.start_soon(self._watch_signals, device)
-                final = await self._serve(ready, relay_fd)
+                final = await self._serve(ready, device, relay_fd)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._leave_no_dead_mount(device)
@@ -131,11 +131,11 @@ class Server:
             nursery.cancel_scope.cancel()
         return final
 
-    async def _serve(self, ready: Callable[[], None], relay_fd: int) -> Flushed:
+    async def _serve(self, ready: Callable[[], None], device: str, relay_fd: int) -> Flushed:
         """Serve names and bytes until the connection ends, then drain."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
-            nursery.start_soon(self._relay_events)
+            nursery.start_soon(self._relay_events, device)
             await self._serve_names(ready, relay_fd)
             final = await self._flush_at_end()
             nursery.cancel_scope.cancel()
@@ -219,7 +219,7 @@ class Server:
         await pyfuse3.main(max_tasks=REQUESTS_MAX)
         self._connection_ended.set()
 
-    async def _relay_events(self) -> None:
+    async def _relay_events(self, device: str) -> None:
         async for event in self._engine.events():
             self._namespace.catch_up()
             match event:
@@ -230,8 +230,18 @@ class Server:
                 case HandlesReleased():
                     pass  # the namespace has caught up
                 case ChannelClosed():
-                    _log.info("the kernel ended the connection (%s)", os.strerror(event.errno))
+                    _log.info("%s", self._describe_end(device, event.errno))
                     self._connection_ended.set()
+
+    def _describe_end(self, device: str, number: int) -> str:
+        """Why the connection ended, for the log. ENODEV says both: unmounted, and aborted."""
+        if number != errno.ENODEV:
+            return f"the kernel ended the connection ({os.strerror(number)})"
+        return "the connection was aborted" if self._is_mounted(device) else "unmounted"
+
+    def _is_mounted(self, device: str) -> bool:
+        entry = mount_at(self._config.mountpoint)
+        return entry is not None and entry.device == device
 
     async def _watch_signals(self, device: str) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
@@ -275,8 +285,7 @@ class Server:
 
     async def _leave_no_dead_mount(self, device: str) -> None:
         """Take the mount away when serving ended by an error and not by the kernel."""
-        entry = mount_at(self._config.mountpoint)
-        if entry is not None and entry.device == device:
+        if self._is_mounted(device):
             _log.error("serving ended by an error: taking the mount away")
             await trio.to_thread.run_sync(self._detach)
             mounting.abort_connection(device)

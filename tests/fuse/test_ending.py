@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.daemon.mounting import abort_connection
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
 
@@ -76,6 +77,21 @@ def test_open_files_do_not_keep_a_server_from_ending() -> None:
                 os.close(file_fd)
         mount.mount()
         assert (mount.root / "file").read_bytes() == b"acknowledged"
+
+
+def test_an_abort_is_not_logged_as_an_unmount() -> None:
+    with mounted() as mount:
+        mount.expect_log("serving ended by an error: taking the mount away")
+        entry = mount.entry()
+        assert entry is not None
+        server_fd = os.pidfd_open(mount.server_pid)
+        assert abort_connection(entry.device)
+        wait_for_exit(server_fd)
+        os.close(server_fd)
+        mount.forget()
+        assert " INFO fpfs.server: the connection was aborted\n" in mount.log_text()
+        assert " INFO fpfs.server: unmounted\n" not in mount.log_text()
+        mount.mount()
 
 
 def test_stacks_are_dumped_on_request() -> None:

@@ -376,7 +376,9 @@ def test_in_the_foreground_until_unmounted(places: tuple[Path, Path]) -> None:
         (mountpoint / "file").write_bytes(b"content")
         check_fpfs("umount", mountpoint)
         assert server.wait(timeout=60) == 0
-        assert "ended; all is durable" in server.stderr.read()
+        log = server.stderr.read()
+        assert " INFO fpfs.server: unmounted\n" in log
+        assert "ended; all is durable" in log
 
 
 def test_staging_that_does_not_fit_leaves_nothing(
