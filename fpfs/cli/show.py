@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 from rich.console import Console
 
+from fpfs.cli.entry import EXIT_INTERRUPTED
 from fpfs.core.control import Flushed
 from fpfs.core.refusal import Refused
 
@@ -41,7 +42,7 @@ def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -
         return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{app.name[0]}: interrupted\n")
-        return 130
+        return EXIT_INTERRUPTED
     return int(status or 0)
 
 

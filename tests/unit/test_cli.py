@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from fpfs.cli import ctl, main
+from fpfs.testing.mounted import REPOSITORY
 
 
 def complaint(
@@ -92,3 +96,19 @@ def test_words_that_are_one_too_many(
 def test_the_tool_takes_one_path(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "wait", "a", "b", status=2, tool="fpfs-ctl")
     assert said == "fpfs-ctl: wait does not take 'b': there is one path; see --help\n"
+
+
+@pytest.mark.parametrize("name", ["fpfs", "fpfs-ctl"])
+def test_an_interrupt_while_the_command_is_imported(name: str, tmp_path: Path) -> None:
+    """The module that stands in for cyclopts is where Ctrl-C arrives."""
+    (tmp_path / "cyclopts.py").write_text("raise KeyboardInterrupt\n")
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[name].split(":")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from {module} import {function} as f; sys.exit(f())"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
