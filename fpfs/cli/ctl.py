@@ -27,6 +27,7 @@ app = App(
     name="fpfs-ctl",
     help="Show and direct mounted fpfs filesystems.",
     version=f"fpfs {fpfs.__version__}",
+    suppress_keyboard_interrupt=False,
 )
 
 

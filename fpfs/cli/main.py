@@ -18,6 +18,7 @@ app = App(
     name="fpfs",
     help="A filesystem that makes saving a checkpoint as fast as the devices under it.",
     version=f"fpfs {fpfs.__version__}",
+    suppress_keyboard_interrupt=False,
 )
 
 _ONE_MOUNTPOINT = "there is one mountpoint"

@@ -166,8 +166,12 @@ def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> 
         raise
     finally:
         os.close(ready_writer)
-    with open(ready, "rb") as reader:
-        line = reader.readline()
+    try:
+        with open(ready, "rb") as reader:
+            line = reader.readline()
+    except KeyboardInterrupt:
+        process.wait()  # it finds nobody to tell that the mount answers, and ends
+        raise
     return _started(config, line, process)
 
 

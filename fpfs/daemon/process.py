@@ -121,11 +121,15 @@ class _Readiness:
     def announce(self, devices: DeviceSet) -> None:
         """The mount answers."""
         _log.info("mounted at %s", self._mountpoint)
-        self._tell(
+        told = self._tell(
             Readiness(
                 server_pid=os.getpid(), formatted=devices.formatted, notes=tuple(devices.notes)
             )
         )
+        if not told:
+            # Interrupted or killed: who gave up a mount does not expect to find one.
+            _log.warning("whoever started this server did not wait for it")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def refuse(self, refused: Refused) -> None:
         """There is no mount."""
@@ -133,16 +137,19 @@ class _Readiness:
         record = RefusalRecord(asked=refused.asked, wrong=refused.wrong, remedy=refused.remedy)
         self._tell(Readiness(server_pid=os.getpid(), refusal=record))
 
-    def _tell(self, readiness: Readiness) -> None:
+    def _tell(self, readiness: Readiness) -> bool:
+        """Whether somebody was there to be told, where anybody asked."""
         self.pending = False
-        if self._fd >= 0:
-            # A starter that was killed meanwhile does not read: the mount goes on without it.
-            try:
-                os.write(self._fd, msgspec.json.encode(readiness) + b"\n")
-            except BrokenPipeError:
-                _log.warning("whoever started this server did not wait for it")
+        if self._fd < 0:
+            return True
+        try:
+            os.write(self._fd, msgspec.json.encode(readiness) + b"\n")
+        except BrokenPipeError:
+            return False
+        finally:
             os.close(self._fd)
             self._fd = -1
+        return True
 
 
 def main() -> int:

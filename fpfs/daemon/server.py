@@ -120,7 +120,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             try:
                 await nursery.start(control.serve)
-                nursery.start_soon(self._watch_signals, device)
+                await nursery.start(self._watch_signals, device)
                 final = await self._serve(ready, device, relay_fd)
             finally:
                 with trio.CancelScope(shield=True):
@@ -243,8 +243,11 @@ class Server:
         entry = mount_at(self._config.mountpoint)
         return entry is not None and entry.device == device
 
-    async def _watch_signals(self, device: str) -> None:
+    async def _watch_signals(
+        self, device: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            task_status.started()
             async with trio.open_nursery() as nursery:
                 async for number in received:
                     if number == signal.SIGINT and self._ending_by_signal:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,15 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def has_server(pid: int) -> bool:
+    """Whether a process has started a server."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            if b"fpfs.daemon.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return True
+    return False
 
 
 def test_mount_returns_when_the_mount_answers_and_umount_when_all_is_durable() -> None:
@@ -121,6 +132,23 @@ def test_wait_returns_when_durable(tmp_path: Path) -> None:
     done = run_fpfs("wait", tmp_path, module=CTL)
     assert done.returncode == 1
     assert f"{tmp_path} is not on an fpfs mount" in done.stderr
+
+
+def test_an_interrupted_mount_leaves_none(places: tuple[Path, Path]) -> None:
+    """Interrupted once its server runs; by then the mount may be there, or be on its way."""
+    device, mountpoint = places
+    command = [sys.executable, "-m", "fpfs.cli.main", "mount", "-d", device, mountpoint]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as mounting:
+        while not has_server(mounting.pid):
+            assert mounting.poll() is None
+        mounting.send_signal(signal.SIGINT)
+        _, message = mounting.communicate()
+    assert mounting.returncode == 130
+    assert message == "fpfs: interrupted\n"
+    assert mount_at(str(mountpoint)) is None
+    # Nothing holds the devices either.
+    check_fpfs("mount", "-d", device, mountpoint)
+    check_fpfs("umount", mountpoint)
 
 
 def test_umount_drains_what_is_dirty() -> None:
