@@ -28,6 +28,12 @@ constexpr std::chrono::microseconds kLookAgain{100};
 // A writer waits for these threads, nobody for those that write to the devices behind its back.
 constexpr int kChannelNice = -10;
 
+bool is_release(const char* head) {
+  fuse_in_header header{};
+  std::memcpy(&header, head, sizeof header);
+  return header.opcode == FUSE_RELEASE;
+}
+
 }  // namespace
 
 LandingPool::~LandingPool() {
@@ -97,6 +103,7 @@ Result<int> Channel::start(uint32_t threads) {
     }
   }
   socket_ = pair[0];
+  receiving_ = std::vector<std::atomic<uint64_t>>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
     threads_.push_back(start_thread("fpfs-channel-" + std::to_string(i),
                                     [this, i] { receive_loop(static_cast<int>(i)); }));
@@ -132,7 +139,7 @@ void Channel::receive_loop(int thread) {
   // Ordinary users may not; their writers wait a little longer on a busy machine.
   (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kChannelNice);
   auto r = std::make_unique<Receiver>();
-  r->thread = thread;
+  r->thread = static_cast<size_t>(thread);
   r->ready.reset(epoll_create1(EPOLL_CLOEXEC));
   for (const auto& [fd, how] : {std::pair{fuse_fd_, EPOLLIN | EPOLLEXCLUSIVE},
                                 {socket_, EPOLLIN | EPOLLEXCLUSIVE},
@@ -147,6 +154,7 @@ void Channel::receive_loop(int thread) {
   size_t received = 0;
   while (r->landing != nullptr && receive(*r, &received)) {
     dispatch(*r, received);
+    if (receiving_[r->thread] % 2 == 1) ++receiving_[r->thread];
     end_lease(*r);
   }
   end_lease(*r);
@@ -190,7 +198,9 @@ bool Channel::receive(Receiver& r, size_t* received) {
     for (size_t i = 0; i < r.payload.count; ++i) {
       parts[count++] = {r.payload.pieces[i].base, r.payload.pieces[i].length};
     }
+    ++receiving_[r.thread];
     const ssize_t n = readv(fuse_fd_, parts, static_cast<int>(count));
+    if (n < 0 || !is_release(r.head)) ++receiving_[r.thread];
     if (n >= 0) {
       *received = static_cast<size_t>(n);
       return true;

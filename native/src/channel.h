@@ -89,7 +89,7 @@ class Channel {
     uint64_t used = 0;
   };
   struct Receiver {  // a channel thread's state
-    int thread = 0;
+    size_t thread = 0;
     FileDescriptor ready;  // an epoll of its own: a request wakes one thread, not all
     char* landing = nullptr;
     Slot* spare = nullptr;
@@ -139,6 +139,7 @@ class Channel {
   bool interrupted_waits() EXCLUDES(parked_mutex_);
 
   void relay(const FuseRequest& request);
+  void let_releases_pass() const;
   void relay_forgets(const FuseRequest& request);
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
@@ -165,6 +166,8 @@ class Channel {
   LandingPool landing_pool_;
   std::atomic<size_t> receivers_waiting_{0};  // channel threads without a landing buffer
   ChannelStatistics statistics_;
+  // By channel thread: odd while it may hold a RELEASE that the engine has not been told of.
+  std::vector<std::atomic<uint64_t>> receiving_;
   std::vector<std::thread> threads_;
 
   // Relayed requests whose reply is looked at: unique -> opcode.

@@ -17,7 +17,16 @@ constexpr int kInterruptCheckMs = 100;
 
 }  // namespace
 
+// The kernel handed RELEASE out before this request, but the thread that took it may be slower.
+void Channel::let_releases_pass() const {
+  for (const std::atomic<uint64_t>& turn : receiving_) {
+    const uint64_t seen = turn;
+    while (seen % 2 == 1 && turn == seen) std::this_thread::yield();
+  }
+}
+
 void Channel::relay(const FuseRequest& request) {
+  let_releases_pass();
   statistics_.relayed.fetch_add(1, std::memory_order_relaxed);
   const uint32_t opcode = request.opcode();
   if (opcode == FUSE_INIT || opcode == FUSE_OPEN || opcode == FUSE_CREATE) {

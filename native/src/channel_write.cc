@@ -50,6 +50,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   // page cache from then on.
   if ((handle->flags & O_DIRECT) != 0 && !arguments.direct) arguments.from_page_cache = true;
   arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
+  if (arguments.sync) let_releases_pass();  // what was closed before becomes durable with it
   if (arguments.kill_privileges) file->drop_privileges();
   statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
   if (r.predicted_file != file.get() || r.predicted_offset != arguments.offset) {

@@ -35,7 +35,8 @@ std::string bytes_of(const T& value) {
 // The kernel's side of the connection, and pyfuse3's.
 class Kernel {
  public:
-  explicit Kernel(Ack ack = Ack::Early) : fixture_(options(ack)) {
+  explicit Kernel(Ack ack = Ack::Early, uint32_t channel_threads = 1)
+      : fixture_(options(ack, channel_threads)) {
     int pair[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
     kernel_.reset(pair[0]);
@@ -132,9 +133,10 @@ class Kernel {
   }
 
  private:
-  static EngineOptions options(Ack ack) {
+  static EngineOptions options(Ack ack, uint32_t channel_threads) {
     EngineOptions made{1, kChunkBytes, kSlots};
     made.ack = ack;
+    made.channel_threads = channel_threads;
     return made;
   }
   const std::shared_ptr<KnownDirectories> directories_ =
@@ -444,6 +446,18 @@ TEST_CASE("channel: what the kernel releases is told once, in its order") {
   CHECK_FALSE(engine.release_handle(kHandle + 3));
   CHECK(kernel.ask(FUSE_RELEASE, release_body(kHandle + 3)).error == EBADF);
   CHECK(engine.take_released().empty());
+}
+
+TEST_CASE("channel: a request finds released what was closed before it, whoever received that") {
+  Kernel kernel(Ack::Early, 4);
+  for (uint64_t handle = kHandle + 1; handle < kHandle + 20'000; ++handle) {
+    REQUIRE(kernel.engine().open_handle(handle, kIno, O_RDWR).ok());
+    const uint64_t released = kernel.send(FUSE_RELEASE, release_body(handle));
+    kernel.send(FUSE_STATFS, "");
+    REQUIRE(kernel.relayed() == FUSE_STATFS);
+    REQUIRE(kernel.engine().take_released() == std::vector<uint64_t>{handle});
+    REQUIRE(kernel.wait(released).error == 0);
+  }
 }
 
 TEST_CASE("channel: a release that no request follows is announced") {

@@ -22,6 +22,7 @@ struct EngineOptions {
   std::vector<std::string> paths =
       {};  // of the first devices; temporary directories for the others
   Ack ack = Ack::Early;
+  uint32_t channel_threads = 1;
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -178,6 +179,7 @@ class EngineFixture {
     config.staging_bytes = options_.slots * options_.chunk_bytes;
     config.object_base = ++opened_;
     config.ack = options_.ack;
+    config.channel_threads = options_.channel_threads;
     auto opened = Engine::open(config);
     REQUIRE_MESSAGE(opened.ok(), opened.status().message());
     engine_ = opened.take();
