@@ -53,7 +53,10 @@ class RingBackend final : public Backend {
   void prepare(IoRequest* request);
   void arm_wakeup();
   void wait();
+  void check(int result);
   void reap();
+  void take_completed();
+  void feed();
   void handle(IoRequest* request, int result);
   bool idle_forever() const;
   bool work_arrived() EXCLUDES(retired_mutex_);
@@ -79,6 +82,7 @@ class RingBackend final : public Backend {
   uint32_t in_flight_ = 0;
   bool wakeup_armed_ = false;
   uint64_t wakeups_ = 0;  // what the event descriptor's read fills
+  std::vector<std::pair<IoRequest*, int>> completed_;
 };
 
 Status RingBackend::open() {
@@ -257,8 +261,11 @@ void RingBackend::wait() {
       sleeping_.store(false, std::memory_order_seq_cst);
     }
   }
-  // Interrupted, or short of memory or of room for completions: reap, and submit the rest next
-  // time.
+  check(result);
+}
+
+// Interrupted, or short of memory or of room for completions: the rest is submitted next time.
+void RingBackend::check(int result) {
   const bool passing = result == -EINTR || result == -EAGAIN || result == -EBUSY;
   if (result < 0 && !passing) {
     config_.log(50, config_.name + ": io_uring_enter: " + error_text(-result));
@@ -266,7 +273,18 @@ void RingBackend::wait() {
   }
 }
 
+// What completed is handled one by one, since the answer to a READ is copied here; the device gets
+// the next requests before that and in between.
 void RingBackend::reap() {
+  take_completed();
+  for (const auto& [request, result] : completed_) {
+    feed();
+    handle(request, result);
+  }
+  completed_.clear();
+}
+
+void RingBackend::take_completed() {
   io_uring_cqe* entry = nullptr;
   while (io_uring_peek_cqe(ring_.native(), &entry) == 0) {
     auto* request = static_cast<IoRequest*>(io_uring_cqe_get_data(entry));
@@ -274,15 +292,22 @@ void RingBackend::reap() {
     io_uring_cqe_seen(ring_.native(), entry);
     if (request == nullptr) {
       wakeup_armed_ = false;
-    } else {
-      handle(request, result);
+      continue;
     }
+    completed_.emplace_back(request, result);
+    --in_flight_;
+    gauge_.remove();
   }
 }
 
+void RingBackend::feed() {
+  if (in_flight_ == config_.depth) return;
+  take_submitted();
+  issue();
+  if (io_uring_sq_ready(ring_.native()) > 0) check(io_uring_submit(ring_.native()));
+}
+
 void RingBackend::handle(IoRequest* request, int result) {
-  --in_flight_;
-  gauge_.remove();
   const TransferAdvance advance = transfer_advance(request, result);
   switch (advance.step) {
     case TransferStep::Finished:

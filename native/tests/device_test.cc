@@ -2,15 +2,20 @@
 #include "device.h"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <functional>
 #include <thread>
 
 #include "device_fixture.h"
+#include "file_descriptor.h"
 
 namespace fpfs {
 namespace {
@@ -194,6 +199,73 @@ TEST_CASE_TEMPLATE("device: no more in flight than the depth, the rest is queued
   device.close();
   CHECK(device.statistics().requests_in_flight == 0);
   CHECK(device.statistics().requests_queued == 0);
+}
+
+namespace {
+
+// What it does when it completes is the test's.
+struct HookedRead final : IoRequest {
+  void complete(int result) override {
+    hook();
+    done.put(result);
+  }
+  std::function<void()> hook;
+  Delivery<int> done;
+};
+
+// Whether the first block of a file soon holds what `block` does.
+bool soon_holds(const std::string& path, const AlignedBuffer& block) {
+  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  AlignedBuffer found(block.size());
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (std::chrono::steady_clock::now() < give_up) {
+    const ssize_t bytes = ::pread(file.get(), found.data(), found.size(), 0);
+    if (bytes == static_cast<ssize_t>(found.size()) && found == block) return true;
+    std::this_thread::yield();
+  }
+  return false;
+}
+
+}  // namespace
+
+// Else the device would have nothing to do while the answers to a row of READs are copied.
+TEST_CASE("device: what comes in while completions are handled reaches the kernel meanwhile") {
+  Fixture<UringBackend> fixture;
+  Device& device = *fixture.device;
+  const Created object = create(device);
+  AlignedBuffer data(kBlock);
+  REQUIRE(run(device, IoOp::Write, object.object, 0, kBlock, data.data()) == 0);
+  AlignedBuffer read(kBlock);
+  bool held = true;
+  for (uint64_t round = 1; held && round <= 20; ++round) {
+    data.fill(round);
+    WaitedRequest write;  // submitted by the first read, and on the disk before the last one ends
+    write.op = IoOp::Write;
+    write.object = object.object;
+    write.length = kBlock;
+    write.buffer = data.data();
+    std::array<HookedRead, 6> reads;  // issued together: they are submitted while the first ends
+    size_t ended = 0;
+    const auto hook = [&] {
+      if (++ended == 2) device.submit(&write);
+      if (ended == reads.size()) held = soon_holds(fixture.object_path(object.id), data);
+    };
+    for (HookedRead& each : reads) {
+      each.op = IoOp::Read;
+      each.object = object.object;
+      each.length = kBlock;
+      each.buffer = read.data();
+      each.hook = hook;
+    }
+    reads[0].hook = [&] {
+      hook();
+      for (size_t i = 1; i < reads.size(); ++i) device.submit(&reads[i]);
+    };
+    device.submit(&reads[0]);
+    for (HookedRead& each : reads) CHECK(each.done.wait() == 0);
+    CHECK(write.delivery.wait() == 0);
+  }
+  CHECK(held);
 }
 
 TEST_CASE_TEMPLATE("device: a thread asleep is woken by every request", Backend, UringBackend,
