@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "crc32c.h"
+#include "huge_pages.h"
 
 namespace fpfs {
 namespace {
@@ -123,15 +124,7 @@ Status Arena::map(const Config& config, std::string* warning) {
     fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   }
   if (fd_ < 0) return Status::from_errno("staging arena " + path_);
-  // Allocating now turns a full tmpfs into an error here instead of a SIGBUS later.
-  if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(mapped_bytes_)); error != 0) {
-    return Status(error, "staging arena " + path_ + ": cannot allocate " +
-                             std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
-  }
-  void* base =
-      mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
-  if (base == MAP_FAILED) return Status::from_errno("staging arena: mmap");
-  base_ = static_cast<char*>(base);
+  if (Status status = allocate(); !status.ok()) return status;
   pinned_ = mlock(base_, mapped_bytes_) == 0;
   if (!pinned_) {
     *warning = "staging memory is not pinned (" + std::string(std::strerror(errno)) +
@@ -166,6 +159,24 @@ Status Arena::map(const Config& config, std::string* warning) {
   }
   for (uint32_t i = arena::kHandlesMax; i-- > 0;) free_handles_.push_back(i);
   return {};
+}
+
+// Allocating now turns a full tmpfs into an error here instead of a SIGBUS later.
+Status Arena::allocate() {
+  if (ftruncate(fd_, static_cast<off_t>(mapped_bytes_)) != 0) {
+    return Status::from_errno("staging arena " + path_);
+  }
+  base_ = map_shared(fd_, mapped_bytes_);
+  if (base_ == nullptr) return Status::from_errno("staging arena: mmap");
+  allocate_huge_pages(fd_, base_, mapped_bytes_);
+  if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(mapped_bytes_)); error != 0) {
+    return Status(error, "staging arena " + path_ + ": cannot allocate " +
+                             std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
+  }
+  constexpr int flags =
+      MAP_SHARED | MAP_FIXED | MAP_POPULATE;  // the same once more, with its pages
+  void* populated = mmap(base_, mapped_bytes_, PROT_READ | PROT_WRITE, flags, fd_, 0);
+  return populated == MAP_FAILED ? Status::from_errno("staging arena: mmap") : Status();
 }
 
 Arena::~Arena() {

@@ -1,22 +1,20 @@
 #include "read_buffers.h"
 
-#include <sys/mman.h>
-
 #include <new>
+
+#include "huge_pages.h"
 
 namespace fpfs {
 
 ReadBuffers::ReadBuffers(size_t count, size_t buffer_bytes)
     : count_(count), buffer_bytes_(buffer_bytes) {
-  void* base = mmap(nullptr, count * buffer_bytes, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) throw std::bad_alloc();
-  base_ = static_cast<char*>(base);
+  base_ = map_private(count * buffer_bytes);
+  if (base_ == nullptr) throw std::bad_alloc();
   const MutexLock lock(mutex_);
   for (size_t i = count; i-- > 0;) free_.push_back(base_ + i * buffer_bytes);
 }
 
-ReadBuffers::~ReadBuffers() { munmap(base_, count_ * buffer_bytes_); }
+ReadBuffers::~ReadBuffers() { unmap_private(base_, count_ * buffer_bytes_); }
 
 char* ReadBuffers::take() {
   const MutexLock lock(mutex_);

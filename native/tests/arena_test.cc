@@ -1,6 +1,8 @@
 // The arena's tables: what a restart would find in them.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstring>
@@ -10,6 +12,8 @@
 #include "arena.h"
 #include "crc32c.h"
 #include "device_fixture.h"
+#include "file_descriptor.h"
+#include "huge_pages.h"
 
 namespace fpfs::testing {
 namespace {
@@ -152,6 +156,64 @@ TEST_CASE("arena: the header tells where everything is, and nothing lies over an
   file.seekg(static_cast<std::streamoff>(header.data_offset));
   file.read(found.data(), 5);
   CHECK(found == "first");
+}
+
+namespace {
+
+// The sum of one line of /proc/self/smaps over the mappings whose name has `part` in it, in bytes.
+uint64_t mapped_as(const std::string& part, const std::string& key) {
+  std::ifstream maps("/proc/self/smaps");
+  uint64_t bytes = 0;
+  bool counted = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find('-') < line.find(' ')) counted = line.find(part) != std::string::npos;
+    if (counted && line.rfind(key, 0) == 0) bytes += 1024 * std::stoull(line.substr(key.size()));
+  }
+  return bytes;
+}
+
+// Whether this kernel, with the memory it has free, makes huge pages of a file's.
+bool huge_pages_are_to_be_had() {
+  const FileDescriptor file(memfd_create("fpfs-probe", MFD_CLOEXEC));
+  REQUIRE(ftruncate(file.get(), kHugePageBytes) == 0);
+  char* const base = map_shared(file.get(), kHugePageBytes);
+  REQUIRE(base != nullptr);
+  allocate_huge_pages(file.get(), base, kHugePageBytes);
+  const bool huge = mapped_as("fpfs-probe", "ShmemPmdMapped:") == kHugePageBytes;
+  munmap(base, kHugePageBytes);
+  return huge;
+}
+
+}  // namespace
+
+TEST_CASE("arena: slots lie in huge pages") {
+  if (!huge_pages_are_to_be_had()) {
+    MESSAGE("skipped: no huge pages here");
+    return;
+  }
+  std::string warning;
+  auto arena = Arena::create({"", "some-id", 32 * kHugePageBytes, kHugePageBytes / 2}, &warning);
+  REQUIRE_MESSAGE(arena.ok(), arena.status().message());
+  CHECK(mapped_as("fpfs-staging", "Size:") >= 32 * kHugePageBytes);
+  CHECK(mapped_as("fpfs-staging", "ShmemPmdMapped:") >= 31 * kHugePageBytes);
+}
+
+TEST_CASE("private memory lies in huge pages, whatever its size") {
+  constexpr uint64_t bytes = 3 * kHugePageBytes + 5;
+  const uint64_t before = mapped_as("", "AnonHugePages:");
+  char* const base = map_private(bytes);
+  REQUIRE(base != nullptr);
+  CHECK(reinterpret_cast<uintptr_t>(base) % kHugePageBytes == 0);
+  std::memset(base, 1, bytes);
+  CHECK(base[bytes - 1] == 1);
+  std::string setting;
+  std::getline(std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled"), setting);
+  if (setting.empty() || setting.find("[never]") != std::string::npos) {
+    MESSAGE("not looked at: no huge pages here");
+  } else {
+    CHECK(mapped_as("", "AnonHugePages:") >= before + 4 * kHugePageBytes);
+  }
+  unmap_private(base, bytes);
 }
 
 TEST_CASE("arena: a handle that is not recorded is not forgotten in the place of another") {
