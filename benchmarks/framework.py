@@ -90,6 +90,7 @@ class Group:
     unit: str
     open: Opener
     bounds: tuple[Bound, ...] = ()
+    rounds_min: int = 1
     rounds_max: int | None = None
 
 
@@ -136,7 +137,7 @@ def run_group(
     group: Group, bench: Bench, *, rounds: int, progress: Callable[[str], None]
 ) -> GroupResult:
     """Play all rounds of a group."""
-    rounds = min(rounds, group.rounds_max or rounds)
+    rounds = max(group.rounds_min, min(rounds, group.rounds_max or rounds))
     try:
         with group.open(bench) as entries:
             contenders = [entry for entry in entries if isinstance(entry, Contender)]
@@ -180,8 +181,12 @@ def _play(
 
 
 def _order(contenders: Sequence[Contender], *, round_index: int) -> Iterator[Contender]:
-    """Turned by one each round, and backwards in every other round."""
-    turn = round_index % max(1, len(contenders))
+    """Each order is played forwards and then backwards, and turned by one after that.
+
+    So each follows itself as often as another: what one leaves behind in the machine's memory
+    reaches all alike.
+    """
+    turn = round_index // 2 % max(1, len(contenders))
     turned = [*contenders[turn:], *contenders[:turn]]
     yield from turned if round_index % 2 == 0 else reversed(turned)
 

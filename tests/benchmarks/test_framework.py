@@ -31,7 +31,10 @@ def ignore(text: str) -> None:
 
 
 def group_of(
-    *entries: Entry, bounds: tuple[Bound, ...] = (), rounds_max: int | None = None
+    *entries: Entry,
+    bounds: tuple[Bound, ...] = (),
+    rounds_min: int = 1,
+    rounds_max: int | None = None,
 ) -> Group:
     """A group that is ready at once."""
 
@@ -40,7 +43,13 @@ def group_of(
         yield entries
 
     return Group(
-        name="g", title="t", unit="GB/s", open=opened, bounds=bounds, rounds_max=rounds_max
+        name="g",
+        title="t",
+        unit="GB/s",
+        open=opened,
+        bounds=bounds,
+        rounds_min=rounds_min,
+        rounds_max=rounds_max,
     )
 
 
@@ -82,6 +91,16 @@ def test_every_contender_plays_once_a_round_and_nobody_always_follows_the_same(
     rounds = [names[index : index + 3] for index in range(0, 12, 3)]
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
     assert len({tuple(order) for order in rounds}) == 4
+
+
+def test_of_two_contenders_neither_always_follows_the_other(bench: Bench) -> None:
+    played: list[str] = []
+
+    def contender(name: str) -> Contender:
+        return Contender(name=name, play=lambda: played.append(name) or 1.0)
+
+    run_group(group_of(contender("a"), contender("b")), bench, rounds=4, progress=ignore)
+    assert "".join(played) == "abbabaab"
 
 
 def test_a_ratio_is_of_medians_and_its_spread_of_pairs(bench: Bench) -> None:
@@ -144,6 +163,11 @@ def test_a_group_that_fails_is_reported_and_stops_nothing(
     assert result.failed
     assert result.unavailable == "failed: [Errno 28] No space left on device"
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_group_may_play_more_rounds(bench: Bench) -> None:
+    group = group_of(Contender(name="own", play=lambda: 1.0), rounds_min=3)
+    assert run_group(group, bench, rounds=2, progress=ignore).values == {"own": [1.0] * 3}
 
 
 def test_a_group_may_play_fewer_rounds(bench: Bench) -> None:
