@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -40,6 +41,13 @@ void write_record(Record* slot, Record record) {
   record.crc = ~crc;
   *slot = record;
   std::atomic_ref<uint32_t>(slot->crc).store(crc, std::memory_order_release);
+}
+
+// Whether the file's filesystem has so much free. One without blocks of its own has no limit.
+bool fits(int fd, uint64_t bytes) {
+  struct statvfs space {};
+  if (fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return true;
+  return uint64_t{space.f_bavail} * space.f_frsize >= bytes;
 }
 
 }  // namespace
@@ -161,21 +169,25 @@ Status Arena::map(const Config& config, std::string* warning) {
   return {};
 }
 
-// Allocating now turns a full tmpfs into an error here instead of a SIGBUS later.
+Status Arena::cannot_allocate(int error) const {
+  return Status(error, "staging arena " + path_ + ": cannot allocate " +
+                           std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
+}
+
+// Allocating now turns a full tmpfs into an error here instead of a SIGBUS later. Looking first
+// keeps an arena that does not fit from filling the memory before that.
 Status Arena::allocate() {
-  if (ftruncate(fd_, static_cast<off_t>(mapped_bytes_)) != 0) {
-    return Status::from_errno("staging arena " + path_);
-  }
+  if (ftruncate(fd_, static_cast<off_t>(mapped_bytes_)) != 0) return cannot_allocate(errno);
+  if (!fits(fd_, mapped_bytes_)) return cannot_allocate(ENOSPC);
   base_ = map_shared(fd_, mapped_bytes_);
   if (base_ == nullptr) return Status::from_errno("staging arena: mmap");
   allocate_huge_pages(fd_, base_, mapped_bytes_);
   if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(mapped_bytes_)); error != 0) {
-    return Status(error, "staging arena " + path_ + ": cannot allocate " +
-                             std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
+    return cannot_allocate(error);
   }
-  constexpr int flags =
-      MAP_SHARED | MAP_FIXED | MAP_POPULATE;  // the same once more, with its pages
-  void* populated = mmap(base_, mapped_bytes_, PROT_READ | PROT_WRITE, flags, fd_, 0);
+  // The same mapping once more, with all of its pages.
+  void* populated = mmap(base_, mapped_bytes_, PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd_, 0);
   return populated == MAP_FAILED ? Status::from_errno("staging arena: mmap") : Status();
 }
 

@@ -129,6 +129,7 @@ class Arena {
   Arena() = default;
   Status map(const Config& config, std::string* warning);
   Status allocate();
+  Status cannot_allocate(int error) const;
   void write_handle(uint32_t index, uint64_t handle, uint64_t ino, uint32_t flags) REQUIRES(mutex_);
   void age_unlink(Slot* slot) REQUIRES(mutex_);
 
