@@ -18,7 +18,7 @@ from fpfs.core.mounts import is_below, mount_at, mount_table
 from fpfs.core.refusal import Refused, refuse_empty
 
 FUSERMOUNT = "fusermount3"
-READ_AHEAD_KIB = 8192
+READ_AHEAD_KIB = 4096
 """Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
 MAX_READ_BYTES = 512 * 1024
 """Largest READ asked for: half a chunk, so that a reader takes one while the next is on its way."""
