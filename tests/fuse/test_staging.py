@@ -74,6 +74,7 @@ def test_nothing_is_staged_when_all_is_durable(small: Mount) -> None:
     with path.open("wb", buffering=0) as file:
         for seed in range(20):
             file.write(random_bytes(MEBIBYTE, seed=seed))
+        file.write(b"part of a chunk, which waits for the rest of it")
         assert small.status().staging.bytes_used > 0
     small.flush()
     while small.status().staging.bytes_used > 0:  # the thread that received them goes to sleep
