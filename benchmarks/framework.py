@@ -183,8 +183,7 @@ def _play(
 def _order(contenders: Sequence[Contender], *, round_index: int) -> Iterator[Contender]:
     """Each order is played forwards and then backwards, and turned by one after that.
 
-    So each follows itself as often as another: what one leaves behind in the machine's memory
-    reaches all alike.
+    So of two neither is always the one that meets what the other left in the machine's memory.
     """
     turn = round_index // 2 % max(1, len(contenders))
     turned = [*contenders[turn:], *contenders[:turn]]
