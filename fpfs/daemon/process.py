@@ -91,14 +91,14 @@ def _report(final: Flushed) -> int:
 
 
 def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
-    staging = str(getattr(error, "strerror", None)).startswith("staging arena")
     remedies = {
-        errno.ENOSPC: f"ask for less staging (it is memory), or enlarge {ARENA_FOLDER}"
-        if staging
-        else "make room on the devices",
+        errno.ENOSPC: "make room on the devices",
         errno.ENOMEM: "ask for less staging, or raise the memory lock limit (ulimit -l)",
         errno.EROFS: "mount the device's filesystem writable",
     }
+    if str(getattr(error, "strerror", None)).startswith("staging arena"):
+        remedies[errno.ENOSPC] = f"ask for less staging (it is memory), or enlarge {ARENA_FOLDER}"
+        remedies[errno.ENOMEM] = "ask for less staging: it is memory, and must be free"
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror and not error.filename:
         what = error.strerror

@@ -50,6 +50,17 @@ bool fits(int fd, uint64_t bytes) {
   return uint64_t{space.f_bavail} * space.f_frsize >= bytes;
 }
 
+// The memory that can be taken without anyone being killed for it, in bytes; where the kernel does
+// not say, as much as may be asked for.
+uint64_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  uint64_t kib = 0;
+  for (std::string word; file >> word;) {
+    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
+  }
+  return UINT64_MAX;
+}
+
 }  // namespace
 
 void RangeSet::add(uint32_t begin, uint32_t end) {
@@ -175,10 +186,12 @@ Status Arena::cannot_allocate(int error) const {
 }
 
 // Allocating now turns a full tmpfs into an error here instead of a SIGBUS later. Looking first
-// keeps an arena that does not fit from filling the memory before that.
+// keeps an arena that does not fit from filling the memory before that, and a tmpfs that may hold
+// more than there is (half of the memory is only its default) from having the server killed.
 Status Arena::allocate() {
   if (ftruncate(fd_, static_cast<off_t>(mapped_bytes_)) != 0) return cannot_allocate(errno);
   if (!fits(fd_, mapped_bytes_)) return cannot_allocate(ENOSPC);
+  if (mapped_bytes_ > available_memory()) return cannot_allocate(ENOMEM);
   base_ = map_shared(fd_, mapped_bytes_);
   if (base_ == nullptr) return Status::from_errno("staging arena: mmap");
   allocate_huge_pages(fd_, base_, mapped_bytes_);

@@ -125,6 +125,16 @@ TEST_CASE("arena: a file that is there already is not taken over") {
   CHECK_FALSE(std::filesystem::exists(named.path));
 }
 
+TEST_CASE("arena: more than the memory there is gets refused before any is taken") {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t memory = page * static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES));
+  std::string warning;
+  // No path: a memfd, whose filesystem has no limit of its own.
+  const Status status = Arena::create({"", "some-id", memory, kSlotBytes}, &warning).status();
+  CHECK(status.error() == ENOMEM);
+  CHECK(status.message().find("cannot allocate") != std::string::npos);
+}
+
 TEST_CASE("arena: the header tells where everything is, and nothing lies over anything else") {
   constexpr uint64_t count = 300;  // so many that the slots' records fill several pages
   TempDirectory directory;
