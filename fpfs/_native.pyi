@@ -77,4 +77,5 @@ def open_engine(
     object_base: int,
     reserve_bytes: int,
     ack: str,
+    cpu_latency_path: str,
 ) -> Engine: ...

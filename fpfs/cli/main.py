@@ -65,6 +65,7 @@ def mount(
     depth: str | None = None,
     receivers: str | None = None,
     backend: str | None = None,
+    idle: str | None = None,
     ack: str | None = None,
     log: str | None = None,
 ) -> int:
@@ -89,6 +90,9 @@ def mount(
         most 8).
     backend
         auto (the default), io_uring or threads.
+    idle
+        shallow (the default): processors are kept out of deep idle states while requests come in
+        bursts. deep: they are left alone.
     ack
         early (the default): write() answers when staged. close: close() waits until durable.
         durable: each write() does.
@@ -101,6 +105,7 @@ def mount(
         depth=depth,
         receivers=receivers,
         backend=backend,
+        idle=idle,
         ack=ack,
         log=log,
     )

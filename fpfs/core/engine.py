@@ -61,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `backend` is ``auto``, ``io_uring`` or ``threads``. `object_base` is a number never used before
     in this filesystem; object names made by this engine start at ``object_base << 32``.
     `arena_path` names a file on tmpfs that the engine creates (mode 0600), or "" for a memfd.
+    `cpu_latency_path` is ``/dev/cpu_dma_latency`` where processors are to be kept out of deep idle
+    states while requests come in bursts, or "".
     """
 
     devices: tuple[DeviceConfig, ...]
@@ -74,6 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     object_base: int = 1
     reserve_bytes: int = RESERVE_BYTES
     ack: str = "early"
+    cpu_latency_path: str = ""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +265,7 @@ class NativeEngine:
             object_base=config.object_base,
             reserve_bytes=config.reserve_bytes,
             ack=config.ack,
+            cpu_latency_path=config.cpu_latency_path,
         )
         self._waiting: dict[int, _Completion] = {}
         self._send, self._receive = trio.open_memory_channel[Event](65536)

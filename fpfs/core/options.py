@@ -39,6 +39,13 @@ class Backend(enum.StrEnum):
     THREADS = "threads"
 
 
+class Idle(enum.StrEnum):
+    """How deep the processors may sleep while requests come in bursts."""
+
+    SHALLOW = "shallow"
+    DEEP = "deep"
+
+
 def default_staging_bytes() -> int:
     """Staging when none is asked for: an eighth of the memory, at most 1 GiB, in whole MiB."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -65,6 +72,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     depth: int = 16
     receivers: int = msgspec.field(default_factory=default_receivers)
+    idle: Idle = Idle.SHALLOW
     allow_other: bool | None = None
     adopt: bool = False
     source: str = ""
@@ -98,6 +106,7 @@ _EXAMPLES = {
     "chunk": "1M",
     "depth": "16",
     "receivers": "4",
+    "idle": "deep",
     "device": "/nvme0/fpfs",
     "log": "/var/log/fpfs.log",
     "fsname": "/nvme0/fpfs",
@@ -152,6 +161,8 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
             return f"{name}_bytes", parse_size_bytes(value, name=name)
         case "depth" | "receivers":
             return name, _count(name, value)
+        case "idle":
+            return name, _choice(Idle, name, value)
         case "log":
             return name, value
     return "source", value

@@ -18,6 +18,9 @@ from fpfs.core.refusal import Refused
 
 ARENA_FOLDER = "/dev/shm"
 
+CPU_LATENCY = "/dev/cpu_dma_latency"
+"""Who holds it open bounds the time that processors may take to wake (the kernel's PM QoS)."""
+
 SOCKET_SETTLED_S = 60
 """A socket younger than this may belong to a server that does not listen yet."""
 

@@ -40,7 +40,7 @@ from fpfs.core.engine import (
     SyncWrite,
 )
 from fpfs.core.mounts import mount_at
-from fpfs.core.options import MountOptions
+from fpfs.core.options import Idle, MountOptions
 from fpfs.core.policy import Policy
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
@@ -53,7 +53,7 @@ from fpfs.daemon.inodes import InodeTable
 from fpfs.daemon.launch import ServerConfig
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.operations import Operations
-from fpfs.daemon.places import arena_path
+from fpfs.daemon.places import CPU_LATENCY, arena_path
 
 REQUESTS_MAX = 1000
 """Requests that pyfuse3 works on at once. Each blocked fsync holds one."""
@@ -377,6 +377,7 @@ def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int)
         backend=options.backend,
         object_base=object_base,
         ack=options.ack,
+        cpu_latency_path=CPU_LATENCY if options.idle is Idle.SHALLOW else "",
     )
 
 

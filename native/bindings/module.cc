@@ -130,7 +130,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
                          std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
                          uint64_t slot_bytes, uint32_t depth, const std::string& backend,
                          uint32_t channel_threads, uint64_t object_base, uint64_t reserve_bytes,
-                         const std::string& ack) {
+                         const std::string& ack, std::string cpu_latency_path) {
   EngineConfig config;
   config.devices = std::move(devices);
   config.arena_path = std::move(arena_path);
@@ -145,6 +145,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   config.object_base = object_base;
   config.reserve_bytes = reserve_bytes;
   config.ack = ack == "durable" ? Ack::Durable : ack == "close" ? Ack::Close : Ack::Early;
+  config.cpu_latency_path = std::move(cpu_latency_path);
   return config;
 }
 
@@ -303,19 +304,21 @@ void bind_open(nb::module_& module) {
       [](std::vector<std::pair<uint16_t, std::string>> devices, std::string arena_path,
          std::string filesystem_id, uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
          const std::string& backend, uint32_t channel_threads, uint64_t object_base,
-         uint64_t reserve_bytes, const std::string& ack) {
+         uint64_t reserve_bytes, const std::string& ack, std::string cpu_latency_path) {
         Result<std::unique_ptr<Engine>> result = [&] {
           const nb::gil_scoped_release release;
-          return Engine::open(make_config(
-              std::move(devices), std::move(arena_path), std::move(filesystem_id), staging_bytes,
-              slot_bytes, depth, backend, channel_threads, object_base, reserve_bytes, ack));
+          return Engine::open(make_config(std::move(devices), std::move(arena_path),
+                                          std::move(filesystem_id), staging_bytes, slot_bytes,
+                                          depth, backend, channel_threads, object_base,
+                                          reserve_bytes, ack, std::move(cpu_latency_path)));
         }();
         check(result.status());
         return result.take();
       },
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
-      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"));
+      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"),
+      nb::arg("cpu_latency_path"));
 }
 
 }  // namespace

@@ -74,7 +74,11 @@ Channel::Channel(Engine& engine, int fuse_fd, std::shared_ptr<KnownDirectories> 
     : engine_(engine),
       fuse_fd_(fuse_fd),
       directories_(std::move(directories)),
-      landing_pool_(kParkedWritesMax + engine.config().channel_threads) {}
+      landing_pool_(kParkedWritesMax + engine.config().channel_threads),
+      latency_(engine.config().cpu_latency_path, [&engine](const std::string& why) {
+        engine.log(20, "processors may sleep deeply while requests come (" + why +
+                           "): where waking them is slow, saves take longer");
+      }) {}
 
 Channel::~Channel() {
   stop();
@@ -153,6 +157,7 @@ void Channel::receive_loop(int thread) {
   r->landing = landing_pool_.take([] {});
   size_t received = 0;
   while (r->landing != nullptr && receive(*r, &received)) {
+    latency_.request_came();
     dispatch(*r, received);
     if (receiving_[r->thread] % 2 == 1) ++receiving_[r->thread];
     end_lease(*r);
@@ -176,7 +181,9 @@ bool Channel::wait_readable(Receiver& r) {
     }
     if (ready <= 0) give_spare(r);
     while (ready <= 0) {
-      ready = epoll_wait(r.ready.get(), &event, 1, -1);
+      const int timeout_ms = latency_.bounded() ? CpuLatency::kQuietMs : -1;
+      ready = epoll_wait(r.ready.get(), &event, 1, timeout_ms);
+      if (ready == 0) latency_.rest();
       if (ready < 0 && errno != EINTR) return false;
     }
     if (stopping_) return false;

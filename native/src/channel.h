@@ -29,6 +29,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cpu_latency.h"
 #include "engine.h"
 #include "file_descriptor.h"
 #include "fuse_request.h"
@@ -164,6 +165,7 @@ class Channel {
   std::atomic<bool> stopping_{false};
   std::atomic<bool> lost_{false};
   LandingPool landing_pool_;
+  CpuLatency latency_;
   std::atomic<size_t> receivers_waiting_{0};  // channel threads without a landing buffer
   ChannelStatistics statistics_;
   // By channel thread: odd while it may hold a RELEASE that the engine has not been told of.

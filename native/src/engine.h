@@ -42,6 +42,7 @@ struct EngineConfig {
   uint64_t object_base = 1;
   uint64_t reserve_bytes = 0;
   Ack ack = Ack::Early;
+  std::string cpu_latency_path;  // /dev/cpu_dma_latency, or none
 };
 
 using ObjectKey = std::pair<uint16_t, uint64_t>;

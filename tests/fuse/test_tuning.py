@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,6 +101,54 @@ def test_several_receivers_and_one_file_for_all_writers(receivers: Mount) -> Non
     assert_same(path.read_bytes(), content)
     receivers.remount()
     assert_same(path.read_bytes(), content)
+
+
+CPU_LATENCY = Path("/dev/cpu_dma_latency")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def bounds_latency(mount: Mount) -> bool:
+    """Whether the server keeps processors out of deep idle states now."""
+    held = []
+    for fd in Path(f"/proc/{mount.status().server_pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since the folder was read
+            held.append(fd.readlink())
+    return CPU_LATENCY in held
+
+
+needs_cpu_latency = pytest.mark.skipif(
+    not os.access(CPU_LATENCY, os.W_OK), reason=f"{CPU_LATENCY} cannot be written"
+)
+
+
+@needs_cpu_latency
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_processors_sleep_lightly_while_requests_come_and_only_then(receivers: int) -> None:
+    with mounted(options=(f"receivers={receivers}",)) as mount:
+        wait_until(lambda: not bounds_latency(mount))
+        with (mount.root / "file").open("wb", buffering=0) as file:
+
+            def seen() -> bool:
+                os.pwrite(file.fileno(), bytes(16 * MIB), 0)
+                return bounds_latency(mount)
+
+            wait_until(seen)
+        wait_until(lambda: not bounds_latency(mount))
+
+
+@needs_cpu_latency
+def test_processors_may_be_left_to_sleep() -> None:
+    with mounted(options=("idle=deep",)) as mount:
+        for _ in range(10):
+            (mount.root / "file").write_bytes(bytes(16 * MIB))
+            assert not bounds_latency(mount)
 
 
 def test_staging_for_too_few_chunks_is_refused(tmp_path: Path) -> None:

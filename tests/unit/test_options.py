@@ -6,6 +6,7 @@ from fpfs.core.options import (
     _EXAMPLES,
     STAGING_BYTES_DEFAULT_MAX,
     Backend,
+    Idle,
     MountOptions,
     default_staging_bytes,
     parse_mount_options,
@@ -24,7 +25,7 @@ def test_defaults() -> None:
 def test_every_option_can_be_given() -> None:
     options = parse_mount_options(
         [
-            "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3",
+            "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3,idle=deep",
             "device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
         ]
     )
@@ -35,6 +36,7 @@ def test_every_option_can_be_given() -> None:
         chunk_bytes=256 * 1024,
         depth=4,
         receivers=3,
+        idle=Idle.DEEP,
         devices=("/a", "/b"),
         log="/l",
         source="/a:/b",
