@@ -35,9 +35,10 @@ void CpuLatency::request_came() {
   if (!usable_.load(std::memory_order_relaxed)) return;
   const int64_t now = now_ns();
   const int64_t last = last_ns_.exchange(now, std::memory_order_relaxed);
-  if (bounded()) return;
   if (now - last > kGapNs) in_a_row_.store(0, std::memory_order_relaxed);
-  if (in_a_row_.fetch_add(1, std::memory_order_relaxed) + 1 >= kBurst) bound();
+  if (in_a_row_.fetch_add(1, std::memory_order_relaxed) + 1 < kBurst) return;
+  burst_ns_.store(now, std::memory_order_relaxed);
+  if (!bounded()) bound();
 }
 
 void CpuLatency::bound() {
@@ -58,8 +59,11 @@ void CpuLatency::bound() {
 }
 
 void CpuLatency::rest() {
+  if (now_ns() - burst_ns_.load(std::memory_order_relaxed) >= kQuietNs) give_back();
+}
+
+void CpuLatency::give_back() {
   const MutexLock lock(mutex_);
-  if (!held_ || now_ns() - last_ns_.load(std::memory_order_relaxed) < kQuietNs) return;
   bounded_.store(false, std::memory_order_relaxed);
   in_a_row_.store(0, std::memory_order_relaxed);
   held_.reset();

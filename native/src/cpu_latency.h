@@ -28,10 +28,12 @@ class CpuLatency {
       : path_(std::move(path)), usable_(!path_.empty()), failed_(std::move(failed)) {}
 
   void request_came() EXCLUDES(mutex_);
-  // Whoever then sleeps must call rest() after kQuietMs.
+  // Whoever then waits for requests must call rest() before, and again after kQuietMs.
   bool bounded() const { return bounded_.load(std::memory_order_relaxed); }
-  // Takes the bound back if no request came for kQuietMs.
+  // Takes the bound back if the last burst is kQuietMs ago.
   void rest() EXCLUDES(mutex_);
+  // Takes it back: nobody receives requests for a while, or ever again.
+  void give_back() EXCLUDES(mutex_);
 
  private:
   void bound() EXCLUDES(mutex_);
@@ -39,7 +41,8 @@ class CpuLatency {
   const std::string path_;
   std::atomic<bool> usable_;
   std::atomic<bool> bounded_{false};
-  std::atomic<int64_t> last_ns_{0};
+  std::atomic<int64_t> last_ns_{0};   // when a request came
+  std::atomic<int64_t> burst_ns_{0};  // when one came that was part of a burst
   std::atomic<uint32_t> in_a_row_{0};
   Mutex mutex_;
   FileDescriptor held_ GUARDED_BY(mutex_);

@@ -46,7 +46,7 @@ void pass(int milliseconds) {
 
 }  // namespace
 
-TEST_CASE("cpu latency: a burst asks for a bound, and only silence takes it back") {
+TEST_CASE("cpu latency: a burst asks for a bound, and its end takes it back") {
   Device device;
   CHECK_FALSE(device.held());
   REQUIRE(device.burst());
@@ -72,6 +72,21 @@ TEST_CASE("cpu latency: a burst asks for a bound, and only silence takes it back
   CHECK_FALSE(device.latency.bounded());
   CHECK(device.burst());
   CHECK(device.held());
+  device.latency.give_back();
+  CHECK_FALSE(device.latency.bounded());
+  CHECK_FALSE(device.held());
+}
+
+TEST_CASE("cpu latency: requests now and then do not keep what a burst asked for") {
+  Device device;
+  REQUIRE(device.burst());
+  for (int i = 0; i < 20; ++i) {
+    pass(6);
+    device.latency.request_came();
+    device.latency.rest();
+  }
+  CHECK_FALSE(device.latency.bounded());
+  CHECK_FALSE(device.held());
 }
 
 TEST_CASE("cpu latency: requests now and then ask for nothing") {
