@@ -162,6 +162,7 @@ void Channel::receive_loop(int thread) {
     if (receiving_[r->thread] % 2 == 1) ++receiving_[r->thread];
     end_lease(*r);
   }
+  latency_.give_back();
   end_lease(*r);
   give_spare(*r);
   if (r->landing != nullptr) landing_pool_.give(r->landing);
@@ -181,9 +182,9 @@ bool Channel::wait_readable(Receiver& r) {
     }
     if (ready <= 0) give_spare(r);
     while (ready <= 0) {
+      if (latency_.bounded()) latency_.rest();
       const int timeout_ms = latency_.bounded() ? CpuLatency::kQuietMs : -1;
       ready = epoll_wait(r.ready.get(), &event, 1, timeout_ms);
-      if (ready == 0) latency_.rest();
       if (ready < 0 && errno != EINTR) return false;
     }
     if (stopping_) return false;
@@ -329,9 +330,11 @@ void Channel::dispatch(Receiver& r, size_t received) {
       forget_stream(r, request.nodeid());
       end_lease(r);
       r.expecting = true;
-      return handle_release(request);
-    case FUSE_FSYNC:
+      return handle_release(r, request);
     case FUSE_SETATTR:
+      note_truncation(request);
+      [[fallthrough]];
+    case FUSE_FSYNC:
       forget_stream(r, request.nodeid());
       end_lease(r);
       r.expecting = true;
@@ -356,10 +359,11 @@ void Channel::reply(uint64_t unique, int error, const void* body, size_t body_by
   }
 }
 
-void Channel::reply_written(uint64_t unique, uint32_t bytes) {
+void Channel::reply_done(const Done& done) {
+  if (!done.bytes.has_value()) return reply(done.unique, 0);
   fuse_write_out out{};
-  out.size = bytes;
-  reply(unique, 0, &out, sizeof out);
+  out.size = *done.bytes;
+  reply(done.unique, 0, &out, sizeof out);
 }
 
 }  // namespace fpfs

@@ -24,6 +24,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -104,7 +105,12 @@ class Channel {
     bool expecting = false;  // a request or an answer is likely to come soon
     alignas(8) char head[wire::kWriteHeaderBytes];
   };
+  struct Waiting;
   struct ParkedWrite;
+  struct Done {  // a request that succeeded, and how much it wrote where the kernel asks
+    uint64_t unique = 0;
+    std::optional<uint32_t> bytes;
+  };
   struct FuseRead;
 
   void receive_loop(int thread);
@@ -122,18 +128,26 @@ class Channel {
   void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
   bool attempt(ParkedWrite& write);
   void finish_write(const ParkedWrite& write, int error);
+  void finish_change(const Done& done, uint64_t ino, bool sync);
+  void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
+  void note_writer(Handle& handle, uint64_t owner);
+  bool waits_for_changes(const Handle& handle) const;
+  void keep_waiting(const std::shared_ptr<Waiting>& waiting) EXCLUDES(parked_mutex_);
+  void end_waiting(uint64_t unique) EXCLUDES(parked_mutex_);
   void handle_read(const FuseRequest& request);
   bool start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
                   uint32_t size);
   void handle_flush(const FuseRequest& request);
-  void handle_release(const FuseRequest& request);
+  void handle_release(Receiver& r, const FuseRequest& request);
   void handle_lseek(const FuseRequest& request);
   void handle_fallocate(const FuseRequest& request);
-  void allocate_until_done(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
-                           uint64_t length, bool keep_size);
+  void allocate_until_done(const std::shared_ptr<Waiting>& waiting,
+                           const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
+                           bool sync);
   void handle_copy(const FuseRequest& request);
-  void copy_range(uint64_t unique, const std::shared_ptr<File>& from, uint64_t from_offset,
-                  const std::shared_ptr<File>& to, uint64_t to_offset, uint64_t length);
+  void copy_range(const std::shared_ptr<Waiting>& waiting, const std::shared_ptr<File>& from,
+                  const std::shared_ptr<File>& to, const fuse_copy_file_range_in& in, bool sync);
+  void note_truncation(const FuseRequest& request);
   void handle_lookup(const FuseRequest& request);
   void handle_getattr(const FuseRequest& request);
   void handle_interrupt(const FuseRequest& request);
@@ -153,7 +167,7 @@ class Channel {
   void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
-  void reply_written(uint64_t unique, uint32_t bytes);
+  void reply_done(const Done& done);
   void connection_lost(int error);
 
   Engine& engine_;
@@ -179,11 +193,10 @@ class Channel {
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 
   Mutex sync_mutex_;
-  std::unordered_map<uint64_t, std::pair<uint64_t, uint32_t>> sync_writes_
-      GUARDED_BY(sync_mutex_);  // ticket -> unique, bytes
+  std::unordered_map<uint64_t, Done> sync_writes_ GUARDED_BY(sync_mutex_);  // by ticket
 
   Mutex parked_mutex_;
-  std::unordered_map<uint64_t, std::shared_ptr<ParkedWrite>> parked_
+  std::unordered_map<uint64_t, std::shared_ptr<Waiting>> parked_
       GUARDED_BY(parked_mutex_);  // by unique
 
   struct Notification {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "channel.h"
+#include "channel_write.h"
 
 namespace fpfs {
 namespace {
@@ -70,11 +70,14 @@ void Channel::handle_flush(const FuseRequest& request) {
   relay(request);
 }
 
-// Nobody waits for it, and Python learns of it before anything that the kernel asks for later.
-void Channel::handle_release(const FuseRequest& request) {
+// Nobody waits for it, and Python learns of it before anything that the kernel asks for later. The
+// answer may take long: the kernel then drops the pages of what was unlinked.
+void Channel::handle_release(Receiver& r, const FuseRequest& request) {
   fuse_release_in in{};
-  if (!request.argument(&in)) return reply(request.unique(), EIO);
-  reply(request.unique(), engine_.release_and_tell(in.fh) ? 0 : EBADF);
+  const bool whole = request.argument(&in);
+  const bool known = whole && engine_.release_and_tell(in.fh);
+  ++receiving_[r.thread];  // told: the other threads need not wait any longer
+  reply(request.unique(), known ? 0 : whole ? EBADF : EIO);
 }
 
 void Channel::handle_lseek(const FuseRequest& request) {
@@ -90,6 +93,16 @@ void Channel::handle_lseek(const FuseRequest& request) {
   reply(request.unique(), 0, &out, sizeof out);
 }
 
+// Truncating through a descriptor is writing; Python does it.
+void Channel::note_truncation(const FuseRequest& request) {
+  fuse_setattr_in in{};
+  constexpr uint32_t wanted = FATTR_SIZE | FATTR_FH;
+  if (!request.argument(&in) || (in.valid & wanted) != wanted) return;
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return;
+  note_writer(*handle, (in.valid & FATTR_LOCKOWNER) != 0 ? in.lock_owner : kOwnerUnknown);
+}
+
 void Channel::handle_fallocate(const FuseRequest& request) {
   fuse_fallocate_in in{};
   const uint64_t unique = request.unique();
@@ -102,35 +115,46 @@ void Channel::handle_fallocate(const FuseRequest& request) {
     return reply(unique, EFBIG);
   }
   const bool keep_size = (in.mode & kFallocKeepSize) != 0;
-  switch (in.mode & ~kFallocKeepSize) {
-    case 0:
-      return allocate_until_done(unique, file, in.offset, in.length, keep_size);
-    case kFallocPunchHole:
-      if (!keep_size) return reply(unique, EOPNOTSUPP);
-      return file->punch(in.offset, in.length, [this, unique](int error) { reply(unique, error); });
-    case kFallocZeroRange:
-      return file->punch(in.offset, in.length, [this, unique, file, in, keep_size](int error) {
-        if (error != 0) return reply(unique, error);
-        allocate_until_done(unique, file, in.offset, in.length, keep_size);
-      });
-    default:
-      return reply(unique, EOPNOTSUPP);
+  const uint32_t mode = in.mode & ~kFallocKeepSize;
+  if ((mode != 0 && mode != kFallocPunchHole && mode != kFallocZeroRange) ||
+      (mode == kFallocPunchHole && !keep_size)) {
+    return reply(unique, EOPNOTSUPP);
   }
+  note_writer(*handle, kOwnerUnknown);  // the kernel does not say who
+  const bool sync = waits_for_changes(*handle);
+  if (sync) let_releases_pass();
+  const auto waiting = std::make_shared<Waiting>(request);
+  if (mode == 0) return allocate_until_done(waiting, file, in, sync);
+  file->punch(in.offset, in.length, [this, waiting, file, in, mode, sync](int error) {
+    if (error != 0) return reply(waiting->unique, error);
+    if (mode == kFallocZeroRange) return allocate_until_done(waiting, file, in, sync);
+    finish({waiting->unique, {}}, file->ino(), sync);
+  });
 }
 
-void Channel::allocate_until_done(uint64_t unique, const std::shared_ptr<File>& file,
-                                  uint64_t offset, uint64_t length, bool keep_size) {
-  if (length > kCheckedBytesMin) {
+void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
+                                  const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
+                                  bool sync) {
+  if (in.length > kCheckedBytesMin) {
     uint64_t bytes_free = file->attributes().allocated_bytes;
     for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
-    if (length > bytes_free) return reply(unique, ENOSPC);
+    if (in.length > bytes_free) return reply(waiting->unique, ENOSPC);
   }
-  const auto attempt = [this, unique, file, offset, length, keep_size] {
-    const Outcome outcome = file->allocate(offset, length, keep_size);
-    if (outcome.progress == Progress::Wait) return false;
-    reply(unique, outcome.error);
+  const auto attempt = [this, waiting, file, in, sync] {
+    Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
+    if (outcome.progress == Progress::Wait) {
+      if (!waiting->given_up()) return false;
+      outcome = Outcome::failed(EINTR);
+    }
+    end_waiting(waiting->unique);
+    if (outcome.error != 0) {
+      reply(waiting->unique, outcome.error);
+    } else {
+      finish({waiting->unique, {}}, file->ino(), sync);
+    }
     return true;
   };
+  keep_waiting(waiting);
   if (!attempt()) engine_.park(attempt);
 }
 
@@ -140,21 +164,28 @@ void Channel::handle_copy(const FuseRequest& request) {
   const std::shared_ptr<Handle> from = engine_.handle(in.fh_in);
   const std::shared_ptr<Handle> to = engine_.handle(in.fh_out);
   if (from == nullptr || to == nullptr) return reply(request.unique(), EBADF);
-  engine_.worker().post(
-      [this, unique = request.unique(), source = from->file, target = to->file, in] {
-        copy_range(unique, source, in.off_in, target, in.off_out, std::min(in.len, kCopyBytesMax));
-      });
+  note_writer(*to, kOwnerUnknown);  // the kernel does not say who
+  const bool sync = waits_for_changes(*to);
+  if (sync) let_releases_pass();
+  const auto waiting = std::make_shared<Waiting>(request);
+  keep_waiting(waiting);
+  engine_.worker().post([this, waiting, source = from->file, target = to->file, in, sync] {
+    copy_range(waiting, source, target, in, sync);
+    end_waiting(waiting->unique);
+  });
 }
 
 // Copies through a read buffer and staging, on the worker: both sides may wait for devices.
-void Channel::copy_range(uint64_t unique, const std::shared_ptr<File>& from, uint64_t from_offset,
-                         const std::shared_ptr<File>& to, uint64_t to_offset, uint64_t length) {
+void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::shared_ptr<File>& from,
+                         const std::shared_ptr<File>& to, const fuse_copy_file_range_in& in,
+                         bool sync) {
+  const uint64_t length = std::min(in.len, kCopyBytesMax);
   uint64_t copied = 0;
-  int error = 0;
+  int error = waiting->given_up() ? EINTR : 0;
   char* buffer = engine_.copy_buffer();
   while (copied < length && error == 0) {
     WaitedRead read;
-    read.offset = from_offset + copied;
+    read.offset = in.off_in + copied;
     read.length = std::min<uint64_t>(length - copied, wire::kMaxWriteBytes);
     read.buffer = buffer;
     from->read(&read);
@@ -163,9 +194,12 @@ void Channel::copy_range(uint64_t unique, const std::shared_ptr<File>& from, uin
     Payload payload;
     payload.add(const_cast<char*>(read.data), read.bytes);
     Waiter written;
-    const auto attempt = [this, &to, &payload, &written, &read, at = to_offset + copied] {
-      const Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
-      if (outcome.progress == Progress::Wait) return false;
+    const auto attempt = [&waiting, &to, &payload, &written, &read, at = in.off_out + copied] {
+      Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
+      if (outcome.progress == Progress::Wait) {
+        if (!waiting->given_up()) return false;
+        outcome = Outcome::failed(EINTR);
+      }
       written.set(outcome.error);
       return true;
     };
@@ -173,11 +207,8 @@ void Channel::copy_range(uint64_t unique, const std::shared_ptr<File>& from, uin
     error = written.wait();
     if (error == 0) copied += read.bytes;
   }
-  if (copied == 0 && error != 0) return reply(unique, error);
-  const auto finish = [this, unique, copied] {
-    reply_written(unique, static_cast<uint32_t>(copied));
-  };
-  engine_.has_cached_readers(to->ino()) ? invalidate(to->ino(), finish) : finish();
+  if (copied == 0 && error != 0) return reply(waiting->unique, error);
+  finish_change({waiting->unique, static_cast<uint32_t>(copied)}, to->ino(), sync);
 }
 
 }  // namespace fpfs

@@ -30,6 +30,8 @@ bool killed(uint32_t pid) {
 
 }  // namespace
 
+bool Channel::Waiting::given_up() const { return interrupted && killed(pid); }
+
 void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   statistics_.writes.fetch_add(1, std::memory_order_relaxed);
   WriteArguments arguments;
@@ -44,8 +46,8 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
     if (const int error = file->take_error(&handle->errors_seen); error != 0) {
       return reply(request.unique(), error);
     }
-    if (engine_.config().ack == Ack::Close) handle->writers.insert(arguments.owner);
   }
+  note_writer(*handle, arguments.owner);
   // Who opens with O_DIRECT and drops it later, as dd does before an odd tail, writes through the
   // page cache from then on.
   if ((handle->flags & O_DIRECT) != 0 && !arguments.direct) arguments.from_page_cache = true;
@@ -64,9 +66,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
 
   const Outcome outcome =
       file->write(arguments.offset, arguments.size, r.payload, &r.spare, &r.lease);
-  auto write = std::make_unique<ParkedWrite>();
-  write->unique = request.unique();
-  write->pid = request.header().pid;
+  auto write = std::make_unique<ParkedWrite>(request);
   write->arguments = arguments;
   write->file = file;
   if (outcome.progress == Progress::Done) return finish_write(*write, outcome.error);
@@ -99,16 +99,14 @@ void Channel::park_write(Receiver& r, std::unique_ptr<ParkedWrite> write) {
   r.landing = nullptr;
   end_lease(r);
   const std::shared_ptr<ParkedWrite> shared = std::move(write);
-  {
-    const MutexLock lock(parked_mutex_);
-    parked_[shared->unique] = shared;
-  }
+  keep_waiting(shared);
   statistics_.parked_now.fetch_add(1);
   engine_.park([this, shared] { return attempt(*shared); });
   // Waits when too many writes wait already: somebody else passes replies on meanwhile.
   bool waited = false;
   r.landing = landing_pool_.take([&] {
     waited = true;
+    latency_.give_back();
     receivers_waiting_.fetch_add(1);
     wake_relay();
   });
@@ -125,7 +123,7 @@ bool Channel::attempt(ParkedWrite& write) {
     outcome =
         write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr, nullptr);
     if (outcome.progress == Progress::Wait) {
-      if (!write.interrupted || !killed(write.pid)) return false;
+      if (!write.given_up()) return false;
       outcome = Outcome::failed(EINTR);
     }
     write.finished = true;
@@ -133,66 +131,92 @@ bool Channel::attempt(ParkedWrite& write) {
   statistics_.parked_now.fetch_sub(1);
   landing_pool_.give(write.buffer);
   finish_write(write, outcome.error);
-  const MutexLock lock(parked_mutex_);
-  parked_.erase(write.unique);
+  end_waiting(write.unique);
   return true;
 }
 
 // Answers a write whose bytes are staged, or that failed.
 void Channel::finish_write(const ParkedWrite& write, int error) {
-  const uint32_t bytes = write.arguments.size;
   if (error != 0) return reply(write.unique, error);
-  if (write.arguments.sync) {
-    const uint64_t ticket = engine_.next_ticket();
-    {
-      const MutexLock lock(sync_mutex_);
-      sync_writes_[ticket] = {write.unique, bytes};
-    }
-    return engine_.post(SyncWriteEvent{ticket, write.file->ino()});
+  const Done done{write.unique, write.arguments.size};
+  // (Pages that are being written are locked: invalidating those would wait for this reply.)
+  if (write.arguments.from_page_cache) return finish(done, write.file->ino(), write.arguments.sync);
+  finish_change(done, write.file->ino(), write.arguments.sync);
+}
+
+// A reader may have cached an old page between the kernel's own invalidation and now.
+void Channel::finish_change(const Done& done, uint64_t ino, bool sync) {
+  if (!engine_.has_cached_readers(ino)) return finish(done, ino, sync);
+  invalidate(ino, [this, done, ino, sync] { finish(done, ino, sync); });
+}
+
+// Answers what succeeded, at once or when it is durable.
+void Channel::finish(const Done& done, uint64_t ino, bool sync) {
+  if (!sync) return reply_done(done);
+  const uint64_t ticket = engine_.next_ticket();
+  {
+    const MutexLock lock(sync_mutex_);
+    sync_writes_[ticket] = done;
   }
-  // A reader may have cached the old page between the kernel's own invalidation and now. (Pages
-  // that are being written are locked: invalidating those would wait for this reply.)
-  if (!write.arguments.from_page_cache && engine_.has_cached_readers(write.file->ino())) {
-    return invalidate(write.file->ino(),
-                      [this, unique = write.unique, bytes] { reply_written(unique, bytes); });
-  }
-  reply_written(write.unique, bytes);
+  engine_.post(SyncWriteEvent{ticket, ino});
 }
 
 void Channel::complete_write(uint64_t ticket, int error) {
-  std::pair<uint64_t, uint32_t> write;
+  Done done;
   {
     const MutexLock lock(sync_mutex_);
     const auto it = sync_writes_.find(ticket);
     if (it == sync_writes_.end()) return;
-    write = it->second;
+    done = it->second;
     sync_writes_.erase(it);
   }
-  if (error != 0) return reply(write.first, error);
-  reply_written(write.first, write.second);
+  if (error != 0) return reply(done.unique, error);
+  reply_done(done);
+}
+
+// A close by `owner` has to wait until it is durable, where closes wait.
+void Channel::note_writer(Handle& handle, uint64_t owner) {
+  if (engine_.config().ack == Ack::Early) return;
+  const MutexLock lock(handle.mutex);
+  handle.writers.insert(owner);
+}
+
+// Whether a change through this handle is answered only when it is durable.
+bool Channel::waits_for_changes(const Handle& handle) const {
+  return engine_.config().ack == Ack::Durable || (handle.flags & (O_SYNC | O_DSYNC)) != 0;
+}
+
+void Channel::keep_waiting(const std::shared_ptr<Waiting>& waiting) {
+  const MutexLock lock(parked_mutex_);
+  parked_[waiting->unique] = waiting;
+}
+
+void Channel::end_waiting(uint64_t unique) {
+  const MutexLock lock(parked_mutex_);
+  parked_.erase(unique);
 }
 
 void Channel::handle_interrupt(const FuseRequest& request) {
   fuse_interrupt_in in{};
   if (!request.argument(&in)) return;
-  std::shared_ptr<ParkedWrite> write;
+  std::shared_ptr<Waiting> waiting;
   {
     const MutexLock lock(parked_mutex_);
     const auto it = parked_.find(in.unique);
-    if (it != parked_.end()) write = it->second;
+    if (it != parked_.end()) waiting = it->second;
   }
-  if (write == nullptr) return;  // not waiting here: it will be answered in due course
-  write->interrupted = true;
+  if (waiting == nullptr) return;  // not waiting here: it will be answered in due course
+  waiting->interrupted = true;
   engine_.wake_soon();
   wake_relay();
 }
 
-// Whether some waiting write was interrupted: its process may be killed later without another
+// Whether some waiting request was interrupted: its process may be killed later without another
 // message, so the relay thread looks again now and then.
 bool Channel::interrupted_waits() {
   const MutexLock lock(parked_mutex_);
-  for (const auto& [unique, write] : parked_) {
-    if (write->interrupted) return true;
+  for (const auto& [unique, waiting] : parked_) {
+    if (waiting->interrupted) return true;
   }
   return false;
 }

@@ -379,27 +379,56 @@ TEST_CASE("channel: reads that wait for a buffer are all answered") {
   }
 }
 
+// Sends a request that is to be answered when it is durable, and lets that have an outcome.
+Reply when_durable(Kernel& kernel, uint32_t opcode, const std::string& body, int outcome) {
+  const uint64_t unique = kernel.send(opcode, body);
+  for (;;) {
+    pollfd ready{kernel.engine().event_fd(), POLLIN, 0};
+    poll(&ready, 1, -1);
+    for (const Event& event : kernel.engine().take_events()) {
+      const auto* wanted = std::get_if<SyncWriteEvent>(&event);
+      if (wanted == nullptr) continue;
+      CHECK(wanted->ino == kIno);
+      CHECK_FALSE(kernel.answered(unique));
+      kernel.engine().complete_write(wanted->ticket, outcome);
+      kernel.engine().complete_write(wanted->ticket, outcome);  // nothing is answered twice
+      return kernel.wait(unique);
+    }
+  }
+}
+
 TEST_CASE("channel: a synchronous write is answered with what became of it") {
   Kernel kernel;
-  const auto write = [&](int outcome) {
-    const uint64_t unique = kernel.send(FUSE_WRITE, Kernel::write_body(0, "synced", O_DSYNC));
-    for (;;) {
-      pollfd ready{kernel.engine().event_fd(), POLLIN, 0};
-      poll(&ready, 1, -1);
-      for (const Event& event : kernel.engine().take_events()) {
-        const auto* wanted = std::get_if<SyncWriteEvent>(&event);
-        if (wanted == nullptr) continue;
-        CHECK(wanted->ino == kIno);
-        CHECK_FALSE(kernel.answered(unique));
-        kernel.engine().complete_write(wanted->ticket, outcome);
-        kernel.engine().complete_write(wanted->ticket, outcome);  // nothing is answered twice
-        return kernel.wait(unique);
-      }
+  const std::string body = Kernel::write_body(0, "synced", O_DSYNC);
+  CHECK(Kernel::written(when_durable(kernel, FUSE_WRITE, body, 0)) == 6);
+  CHECK(when_durable(kernel, FUSE_WRITE, body, EIO).error == EIO);
+  CHECK(when_durable(kernel, FUSE_WRITE, body, ENOSPC).error == ENOSPC);
+}
+
+TEST_CASE("channel: copies and allocations are answered when they are durable, where writes are") {
+  constexpr uint64_t synced = kHandle + 1;
+  for (const Ack ack : {Ack::Early, Ack::Durable}) {
+    Kernel kernel(ack);
+    REQUIRE(kernel.engine().open_handle(synced, kIno, O_RDWR | O_SYNC).ok());
+    const uint64_t handle = ack == Ack::Durable ? kHandle : synced;
+    if (ack == Ack::Early) {
+      kernel.write_whole(0, "source");
+      CHECK(kernel.ask(FUSE_FALLOCATE, fallocate_body(0, 0, 6)).error == 0);
+    } else {
+      when_durable(kernel, FUSE_WRITE, Kernel::write_body(0, "source"), 0);
     }
-  };
-  CHECK(Kernel::written(write(0)) == 6);
-  CHECK(write(EIO).error == EIO);
-  CHECK(write(ENOSPC).error == ENOSPC);
+    const std::string copy = copy_body(kHandle, 0, handle, 100, 6);
+    CHECK(Kernel::written(when_durable(kernel, FUSE_COPY_FILE_RANGE, copy, 0)) == 6);
+    CHECK(when_durable(kernel, FUSE_COPY_FILE_RANGE, copy, EIO).error == EIO);
+    for (const uint32_t mode :
+         {0, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE}) {
+      const std::string body = fallocate_body(mode, 0, 6, handle);
+      const Reply reply = when_durable(kernel, FUSE_FALLOCATE, body, 0);
+      CHECK(reply.error == 0);
+      CHECK(reply.body.empty());
+      CHECK(when_durable(kernel, FUSE_FALLOCATE, body, EIO).error == EIO);
+    }
+  }
 }
 
 TEST_CASE("channel: a close waits for durability if its owner wrote, or nobody knows who did") {
@@ -414,6 +443,37 @@ TEST_CASE("channel: a close waits for durability if its owner wrote, or nobody k
   REQUIRE(kernel.write(1, "x") == 0);  // of a map
   kernel.send(FUSE_FLUSH, flush_body(other));
   CHECK(kernel.relayed() == FUSE_FLUSH);
+}
+
+TEST_CASE("channel: a close waits for copies, allocations and truncations, too") {
+  constexpr uint64_t owner = 77;
+  fuse_setattr_in truncation{};
+  truncation.valid = FATTR_SIZE | FATTR_FH | FATTR_LOCKOWNER;
+  truncation.fh = kHandle;
+  truncation.lock_owner = owner;
+  fuse_setattr_in times = truncation;
+  times.valid = FATTR_MTIME | FATTR_FH;
+  const auto closes_at_once = [](Kernel& kernel) {
+    const uint64_t unique = kernel.send(FUSE_FLUSH, flush_body(owner));
+    const uint64_t after = kernel.send(FUSE_LSEEK, lseek_body(SEEK_DATA, 0));
+    kernel.wait(after);  // the channel has looked at the FLUSH
+    return kernel.answered(unique);
+  };
+  for (const Ack ack : {Ack::Early, Ack::Close, Ack::Durable}) {
+    for (const std::string what : {"nothing", "times", "copy", "allocation", "truncation"}) {
+      CAPTURE(what);
+      Kernel kernel(ack);
+      if (what == "copy") {
+        kernel.send(FUSE_COPY_FILE_RANGE, copy_body(kHandle, 0, kHandle, 0, 1));
+      } else if (what == "allocation") {
+        kernel.send(FUSE_FALLOCATE, fallocate_body(0, 0, 1));
+      } else if (what != "nothing") {
+        kernel.send(FUSE_SETATTR, bytes_of(what == "times" ? times : truncation));
+      }
+      const bool changes = what != "nothing" && what != "times";
+      CHECK(closes_at_once(kernel) == (ack == Ack::Early || !changes));
+    }
+  }
 }
 
 TEST_CASE("channel: read-ahead stops long before the kernel holds closes back") {
@@ -478,6 +538,29 @@ TEST_CASE("channel: a release that no request follows is announced") {
     }
     CHECK(engine.take_released() == std::vector<uint64_t>{kHandle + i});
   }
+}
+
+TEST_CASE("channel: a waiting copy is given up when its process is killed, and only then") {
+  Kernel kernel;
+  kernel.open(kIno + 1, kHandle + 1);
+  const std::string bytes = random_bytes(kPieceBytes, 7);
+  kernel.write_whole(0, bytes);
+  REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
+  NoSlots none(kernel.engine());
+  const std::string body = copy_body(kHandle, 0, kHandle + 1, 0, kPieceBytes);
+  const uint64_t killed = kernel.send(FUSE_COPY_FILE_RANGE, body);
+  const uint64_t queued = kernel.send(FUSE_COPY_FILE_RANGE, body);
+  const uint64_t lives = kernel.send(FUSE_COPY_FILE_RANGE, body, static_cast<uint32_t>(getpid()));
+  for (const uint64_t unique : {lives, queued, killed}) {
+    fuse_interrupt_in in{};
+    in.unique = unique;
+    kernel.send(FUSE_INTERRUPT, bytes_of(in));
+  }
+  CHECK(kernel.wait(killed).error == EINTR);
+  CHECK(kernel.wait(queued).error == EINTR);
+  CHECK_FALSE(kernel.answered(lives));
+  none.give();
+  CHECK(Kernel::written(kernel.wait(lives)) == kPieceBytes);
 }
 
 TEST_CASE("channel: a copy that waits for slots is done when there are some, and leaves none") {

@@ -246,6 +246,49 @@ def test_close_waits_for_durability(mode: str) -> None:
             assert_same((opened.root / name).read_bytes(), content)
 
 
+def copy(source: int, target: int) -> None:
+    """`SIZE` bytes by copy_file_range(2), without reading them."""
+    done = 0
+    while done < SIZE:
+        done += os.copy_file_range(source, target, SIZE - done, done, done)
+
+
+@pytest.mark.parametrize("mode", ["close", "durable"])
+def test_close_waits_for_changes_that_are_no_writes(mode: str) -> None:
+    """What was copied, allocated or truncated is durable like what was written."""
+    with mounted(options=[f"ack={mode}"]) as opened:
+        content = random_bytes(SIZE, seed=1)
+        for name in ("source", "truncated", "punched"):
+            (opened.root / name).write_bytes(content)
+        source = os.open(opened.root / "source", os.O_RDONLY)
+        for name, change in {
+            "copied": lambda fd: copy(source, fd),
+            "allocated": lambda fd: os.posix_fallocate(fd, 0, SIZE),
+            "truncated": lambda fd: os.ftruncate(fd, 10_000),
+        }.items():
+            fd = os.open(opened.root / name, os.O_WRONLY | os.O_CREAT)
+            change(fd)
+            before = commits(opened)
+            os.close(fd)
+            assert commits(opened) > before or mode == "durable", name
+        os.close(source)
+        run(
+            "fallocate",
+            "--punch-hole",
+            "--offset",
+            "4096",
+            "--length",
+            "4096",
+            opened.root / "punched",
+        )
+        crash_and_mount(opened)
+        assert_same((opened.root / "copied").read_bytes(), content)
+        assert_same((opened.root / "allocated").read_bytes(), bytes(SIZE))
+        assert_same((opened.root / "truncated").read_bytes(), content[:10_000])
+        punched = content[:4096] + bytes(4096) + content[8192:]
+        assert_same((opened.root / "punched").read_bytes(), punched)
+
+
 def test_only_the_owner_that_wrote_commits_by_closing() -> None:
     """With ack=close, too, a flush of somebody who wrote nothing must not commit."""
     with mounted(options=["ack=close"]) as opened:
