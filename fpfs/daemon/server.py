@@ -248,15 +248,19 @@ class Server:
     ) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             task_status.started()
+            interrupted = False
             async with trio.open_nursery() as nursery:
                 async for number in received:
-                    if number == signal.SIGINT and self._ending_by_signal:
+                    name = signal.Signals(number).name
+                    if number == signal.SIGINT and interrupted:
                         self._give_up()
-                    if not self._ending_by_signal:
+                    elif self._ending_by_signal:
+                        _log.info("%s: draining already", name)
+                    else:
                         self._ending_by_signal = True
-                        name = signal.Signals(number).name
                         _log.info("%s: draining and unmounting", name)
                         nursery.start_soon(self._end, device)
+                    interrupted = interrupted or number == signal.SIGINT
 
     async def _end(self, device: str) -> None:
         """Drain and unmount although programs may use the mount."""

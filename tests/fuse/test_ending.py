@@ -109,7 +109,10 @@ def slow_devices(tmp_path: Path) -> Iterator[list[Path]]:
 
 @pytest.mark.root
 @pytest.mark.skipif(LAB_REASON is not None, reason=str(LAB_REASON))
-def test_a_second_sigint_says_what_is_lost_and_stops(slow_devices: list[Path]) -> None:
+@pytest.mark.parametrize("before", [[], ["SIGTERM"]], ids=["alone", "after SIGTERM"])
+def test_a_second_sigint_says_what_is_lost_and_stops(
+    slow_devices: list[Path], before: list[str]
+) -> None:
     for path in slow_devices:
         path.mkdir()
     with mounted(devices=slow_devices, staging="128M") as mount:
@@ -119,8 +122,9 @@ def test_a_second_sigint_says_what_is_lost_and_stops(slow_devices: list[Path]) -
         mount.expect_log(r"ERROR .*stopped by a second SIGINT: \d.* in staging and \d+ uncommitted")
         mount.expect_log(r"the last server died")
         pid_fd = os.pidfd_open(mount.server_pid)
-        signal.pidfd_send_signal(pid_fd, signal.SIGINT)
-        wait_for_log(mount, "SIGINT: draining")
+        for name in [*before, "SIGINT"]:
+            signal.pidfd_send_signal(pid_fd, signal.Signals[name])
+            wait_for_log(mount, f"{name}: draining")
         signal.pidfd_send_signal(pid_fd, signal.SIGINT)
         wait_for_exit(pid_fd, timeout_s=10)
         os.close(pid_fd)
