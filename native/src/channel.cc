@@ -28,10 +28,11 @@ constexpr std::chrono::microseconds kLookAgain{100};
 // A writer waits for these threads, nobody for those that write to the devices behind its back.
 constexpr int kChannelNice = -10;
 
-bool is_release(const char* head) {
+// The unique of a RELEASE, or 0.
+uint64_t release_in(const char* head) {
   fuse_in_header header{};
   std::memcpy(&header, head, sizeof header);
-  return header.opcode == FUSE_RELEASE;
+  return header.opcode == FUSE_RELEASE ? header.unique : 0;
 }
 
 }  // namespace
@@ -107,7 +108,7 @@ Result<int> Channel::start(uint32_t threads) {
     }
   }
   socket_ = pair[0];
-  receiving_ = std::vector<std::atomic<uint64_t>>(threads);
+  receiving_ = std::vector<Receiving>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
     threads_.push_back(start_thread("fpfs-channel-" + std::to_string(i),
                                     [this, i] { receive_loop(static_cast<int>(i)); }));
@@ -159,7 +160,7 @@ void Channel::receive_loop(int thread) {
   while (r->landing != nullptr && receive(*r, &received)) {
     latency_.request_came();
     dispatch(*r, received);
-    if (receiving_[r->thread] % 2 == 1) ++receiving_[r->thread];
+    if (receiving_[r->thread].turn % 2 == 1) ++receiving_[r->thread].turn;
     end_lease(*r);
   }
   latency_.give_back();
@@ -206,9 +207,12 @@ bool Channel::receive(Receiver& r, size_t* received) {
     for (size_t i = 0; i < r.payload.count; ++i) {
       parts[count++] = {r.payload.pieces[i].base, r.payload.pieces[i].length};
     }
-    ++receiving_[r.thread];
+    Receiving& receiving = receiving_[r.thread];
+    receiving.release = 0;
+    ++receiving.turn;
     const ssize_t n = readv(fuse_fd_, parts, static_cast<int>(count));
-    if (n < 0 || !is_release(r.head)) ++receiving_[r.thread];
+    if (n >= 0) receiving.release = release_in(r.head);
+    if (receiving.release == 0) ++receiving.turn;
     if (n >= 0) {
       *received = static_cast<size_t>(n);
       return true;

@@ -154,7 +154,7 @@ class Channel {
   bool interrupted_waits() EXCLUDES(parked_mutex_);
 
   void relay(const FuseRequest& request);
-  void let_releases_pass() const;
+  void let_releases_pass(uint64_t before = UINT64_MAX) const;
   void relay_forgets(const FuseRequest& request);
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
@@ -182,8 +182,12 @@ class Channel {
   CpuLatency latency_;
   std::atomic<size_t> receivers_waiting_{0};  // channel threads without a landing buffer
   ChannelStatistics statistics_;
-  // By channel thread: odd while it may hold a RELEASE that the engine has not been told of.
-  std::vector<std::atomic<uint64_t>> receiving_;
+  struct Receiving {
+    // Odd while the thread may hold a RELEASE that the engine has not been told of.
+    std::atomic<uint64_t> turn{0};
+    std::atomic<uint64_t> release{0};  // its unique; 0 until it is known
+  };
+  std::vector<Receiving> receiving_;  // by channel thread
   std::vector<std::thread> threads_;
 
   // Relayed requests whose reply is looked at: unique -> opcode.

@@ -17,11 +17,12 @@ constexpr int kInterruptCheckMs = 100;
 
 }  // namespace
 
-// The kernel handed RELEASE out before this request, but the thread that took it may be slower.
-void Channel::let_releases_pass() const {
-  for (const std::atomic<uint64_t>& turn : receiving_) {
-    const uint64_t seen = turn;
-    while (seen % 2 == 1 && turn == seen) std::this_thread::yield();
+// The kernel handed a RELEASE out before this request, but the thread that took it may be slower.
+// RELEASEs pass in their own order: each waits for those `before` it, so no two for each other.
+void Channel::let_releases_pass(uint64_t before) const {
+  for (const Receiving& other : receiving_) {
+    const uint64_t seen = other.turn;
+    while (seen % 2 == 1 && other.turn == seen && other.release < before) std::this_thread::yield();
   }
 }
 

@@ -75,8 +75,9 @@ void Channel::handle_flush(const FuseRequest& request) {
 void Channel::handle_release(Receiver& r, const FuseRequest& request) {
   fuse_release_in in{};
   const bool whole = request.argument(&in);
+  let_releases_pass(request.unique());
   const bool known = whole && engine_.release_and_tell(in.fh);
-  ++receiving_[r.thread];  // told: the other threads need not wait any longer
+  ++receiving_[r.thread].turn;  // told: the other threads need not wait any longer
   reply(request.unique(), known ? 0 : whole ? EBADF : EIO);
 }
 

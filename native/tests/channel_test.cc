@@ -520,6 +520,24 @@ TEST_CASE("channel: a request finds released what was closed before it, whoever 
   }
 }
 
+TEST_CASE("channel: releases are told in the kernel's order, whoever received them") {
+  constexpr uint64_t count = 64;
+  Kernel kernel(Ack::Early, 4);
+  for (uint64_t first = kHandle + 1; first < kHandle + 200 * count; first += count) {
+    std::vector<uint64_t> handles;
+    std::vector<uint64_t> sent;
+    for (uint64_t handle = first; handle < first + count; ++handle) {
+      REQUIRE(kernel.engine().open_handle(handle, kIno, O_RDWR).ok());
+      handles.push_back(handle);
+    }
+    for (const uint64_t handle : handles) {
+      sent.push_back(kernel.send(FUSE_RELEASE, release_body(handle)));
+    }
+    for (const uint64_t unique : sent) REQUIRE(kernel.wait(unique).error == 0);
+    REQUIRE((kernel.engine().take_released() == handles));
+  }
+}
+
 TEST_CASE("channel: a release that no request follows is announced") {
   Kernel kernel;
   Engine& engine = kernel.engine();
