@@ -1,4 +1,4 @@
-"""The house style as a test: sizes, docstrings, layers, and words that do not belong.
+"""The house style as a test: sizes, docstrings and layers.
 
 There is no list of exemptions: what does not fit is changed, or the rule is.
 """
