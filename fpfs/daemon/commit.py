@@ -198,7 +198,7 @@ class Commit:
             await self._wait_done(self._last_entries[inode.ino])
         if not inode.users:
             self._delete(inode)
-        await self._reclaim.wait_idle()
+        await self._reclaim.wait_given_back()
 
     def _delete(self, inode: Inode) -> None:
         """Delete an inode that nothing refers to; what it could not keep matters no more."""
@@ -236,7 +236,7 @@ class Commit:
             if self._inodes.refresh(inode) and (inode.nlink or inode.handles):
                 self._enqueue(inode, last=inode.writers == 0)
         await self.make_names_durable()
-        await self._reclaim.wait_idle()
+        await self._reclaim.wait_given_back()
         return tuple(self._failures.values())
 
     async def wait_durable(self, ino: int) -> None:

@@ -53,28 +53,37 @@ class Reclaim:
         self._engine = engine
         self._inodes = inodes
         self._deletions: list[Inode] = []
-        self._deleting = False
+        self._deletions_asked = 0
+        self._deletions_ended = 0
         self._deletions_event = trio.Event()
         self._awaited = trio.Event()
         self._removal_recorded = 0
         self._removal_done = 0
         self._removals_event = trio.Event()
-        self._idle_lot = trio.lowlevel.ParkingLot()
+        self._progress = trio.lowlevel.ParkingLot()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to delete or give back."""
-        return not self._deletions and not self._deleting and self._nothing_to_remove
+        return self._deletions_ended == self._deletions_asked and self._nothing_to_remove
 
     @property
     def _nothing_to_remove(self) -> bool:
         return self._removal_done >= self._removal_recorded
 
-    async def wait_idle(self) -> None:
-        """Return when everything known so far is deleted and given back, or has failed."""
-        while not self.idle:
+    async def wait_given_back(self) -> None:
+        """Return when everything known so far is deleted and given back, or has failed.
+
+        What comes meanwhile is not waited for: somebody who overwrites all the time would keep it
+        from ever returning.
+        """
+        deletions = self._deletions_asked
+        while self._deletions_ended < deletions:
             self._awaited.set()
-            await self._idle_lot.park()
+            await self._progress.park()
+        removal = self._removal_recorded
+        while self._removal_done < removal:
+            await self._progress.park()
 
     async def recover(self, orphans: Sequence[int]) -> None:
         """Delete inodes that an earlier mount left without a name, and take up its removals."""
@@ -88,6 +97,7 @@ class Reclaim:
         """Delete an inode without name, user and kernel reference, soon."""
         inode.users += 1  # Keeps it from being deleted twice.
         self._deletions.append(inode)
+        self._deletions_asked += 1
         self._deletions_event.set()
 
     def removals_recorded(self, removal: int) -> None:
@@ -100,7 +110,6 @@ class Reclaim:
         """Delete inodes, many in one transaction."""
         while True:
             if not self._deletions:
-                self._idle_lot.unpark_all()
                 self._awaited = trio.Event()
                 self._deletions_event = trio.Event()
                 await self._deletions_event.wait()
@@ -108,13 +117,13 @@ class Reclaim:
                     await self._awaited.wait()
             batch = self._deletions[:DELETIONS_MAX]
             del self._deletions[:DELETIONS_MAX]
-            self._deleting = True
             try:
                 await self._delete(batch)
             except OSError as error:
                 # They have no name any more: the next mount deletes them.
                 log.error("%d inodes without a name cannot be deleted now: %s", len(batch), error)
-            self._deleting = False
+            self._deletions_ended += len(batch)
+            self._progress.unpark_all()
 
     async def _delete(self, batch: Sequence[Inode]) -> None:
         deletions: list[tuple[int, Sequence[ObjectId]]] = []
@@ -132,7 +141,6 @@ class Reclaim:
         """Give back what is recorded, after it is durable."""
         while True:
             if self._nothing_to_remove:
-                self._idle_lot.unpark_all()
                 self._removals_event = trio.Event()
                 await self._removals_event.wait()
             target = self._removal_recorded
@@ -143,6 +151,7 @@ class Reclaim:
                 # The rows stay: the next removal, or the next mount, tries again.
                 log.error("space cannot be given back now: %s", error)
             self._removal_done = target
+            self._progress.unpark_all()
 
     async def _remove(self, up_to: int) -> None:
         """Give back removals with numbers up to `up_to`, oldest first."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from fpfs.core.engine import ObjectId
 from fpfs.daemon import reclaim
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
@@ -20,6 +21,7 @@ from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 from tests.unit.test_commit import committed_size
 
 PATIENCE_S = 30
+OVERWRITES_MAX = 50
 
 
 async def execute(mount: Rig, statement: str) -> list[tuple[object, ...]]:
@@ -261,6 +263,32 @@ async def test_a_deletion_that_fails_is_done_by_the_next_mount(
     async with rig(tmp_path, devices=devices) as mount:
         await mount.commit.flush_all()
         assert devices.objects == {}
+
+
+@trio.testing.trio_test
+async def test_a_flush_does_not_wait_for_those_who_overwrite_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as mount:
+        remove = mount.engine.remove_objects
+        overwritten = 0
+
+        async def overwrite_and_remove(objects: Sequence[ObjectId]) -> None:
+            nonlocal overwritten
+            overwritten += 1
+            if overwritten < OVERWRITES_MAX:
+                await mount.write_file("file", bytes(LARGE))
+                await mount.write_file("gone", bytes(LARGE))
+                await mount.commit.make_names_durable()
+                await mount.namespace.entries.unlink(ROOT, b"gone")
+            await remove(objects)
+
+        for _ in range(2):
+            await mount.write_file("file", bytes(LARGE))
+            await mount.commit.make_names_durable()
+        monkeypatch.setattr(mount.engine, "remove_objects", overwrite_and_remove)
+        await mount.commit.flush_all()
+        assert 1 <= overwritten < OVERWRITES_MAX
 
 
 @trio.testing.trio_test
