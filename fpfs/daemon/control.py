@@ -11,6 +11,7 @@ Concurrency: trio; one task for each connection. A request never blocks another.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from typing import Protocol
@@ -55,6 +56,9 @@ class ControlServer:
         self._path = path
         self._controlled = controlled
         self._open_to_others = open_to_others
+        self._requests: set[trio.CancelScope] = set()
+        self._refusing = False
+        self._requests_ended = trio.Event()
         self._ended = trio.Event()
         self._final = Flushed()
         self._waiting_for_end = 0
@@ -78,6 +82,14 @@ class ControlServer:
         finally:
             os.unlink(self._path)
             self._socket.close()
+
+    async def end_requests(self) -> None:
+        """Refuse requests from now on; returns when none of those before is under way any more."""
+        self._refusing = True
+        if self._requests:
+            for scope in self._requests:
+                scope.cancel()
+            await self._requests_ended.wait()
 
     async def announce_end(self, final: Flushed) -> None:
         """Tell everybody who waits for the end; returns when they were told."""
@@ -126,11 +138,30 @@ class ControlServer:
             await self._answer_end(stream)
             return
         try:
-            result = await self._result(request)
+            result = await self._unless_ended(request)
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
             return
         await self._send(stream, Reply(result=msgspec.Raw(msgspec.json.encode(result))))
+
+    async def _unless_ended(self, request: Request) -> Status | Flushed:
+        """The result of a request, while there is a server to ask."""
+        result: Status | Flushed | None = None
+        if not self._refusing:
+            with trio.CancelScope() as scope:
+                self._requests.add(scope)
+                try:
+                    result = await self._result(request)
+                finally:
+                    self._request_ended(scope)
+        if result is None:
+            raise OSError(errno.ESHUTDOWN, "the mount has ended")
+        return result
+
+    def _request_ended(self, scope: trio.CancelScope) -> None:
+        self._requests.discard(scope)
+        if self._refusing and not self._requests:
+            self._requests_ended.set()
 
     async def _result(self, request: Request) -> Status | Flushed:
         match request.verb:

@@ -125,6 +125,7 @@ class Server:
             finally:
                 with trio.CancelScope(shield=True):
                     await self._leave_no_dead_mount(device)
+                    await control.end_requests()
                     await self.close()
             with trio.move_on_after(ANNOUNCE_S):
                 await control.announce_end(final)
