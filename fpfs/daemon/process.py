@@ -98,7 +98,9 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
     }
     if str(getattr(error, "strerror", None)).startswith("staging arena"):
         remedies[errno.ENOSPC] = f"ask for less staging (it is memory), or enlarge {ARENA_FOLDER}"
-        remedies[errno.ENOMEM] = "ask for less staging: it is memory, and must be free"
+        remedies[errno.ENOMEM] = (
+            "ask for less staging: it must be free memory, within the limit of the memory cgroup"
+        )
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror and not error.filename:
         what = error.strerror

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "available_memory.h"
 #include "crc32c.h"
 #include "huge_pages.h"
 
@@ -48,17 +49,6 @@ bool fits(int fd, uint64_t bytes) {
   struct statvfs space {};
   if (fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return true;
   return uint64_t{space.f_bavail} * space.f_frsize >= bytes;
-}
-
-// The memory that can be taken without anyone being killed for it, in bytes; where the kernel does
-// not say, as much as may be asked for.
-uint64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  uint64_t kib = 0;
-  for (std::string word; file >> word;) {
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return UINT64_MAX;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstddef>
 
 #ifndef MADV_COLLAPSE  // Linux 6.1
@@ -13,6 +14,9 @@ namespace fpfs {
 namespace {
 
 constexpr off_t kSmallPageBytes = 4096;
+// So many ranges may stay small before the rest is left as it comes: each attempt where memory is
+// in pieces has the kernel look for a huge page in vain.
+constexpr int kCollapsesFailedMax = 8;
 
 uint64_t whole_huge_pages(uint64_t bytes) {
   return (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
@@ -60,9 +64,11 @@ char* map_shared(int fd, uint64_t bytes) {
 // tmpfs gives out huge pages by itself only where it was mounted so, but collapses on request
 // whatever its settings are: a range that has one page at least.
 void allocate_huge_pages(int fd, char* base, uint64_t bytes) {
+  int failed = 0;
   for (uint64_t start = 0; start + kHugePageBytes <= bytes; start += kHugePageBytes) {
     if (posix_fallocate(fd, static_cast<off_t>(start), kSmallPageBytes) != 0) return;
-    if (madvise(base + start, kHugePageBytes, MADV_COLLAPSE) != 0) return;
+    if (madvise(base + start, kHugePageBytes, MADV_COLLAPSE) == 0) continue;
+    if (errno == EINVAL || ++failed == kCollapsesFailedMax) return;  // no such call, or no memory
   }
 }
 
