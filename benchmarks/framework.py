@@ -132,6 +132,22 @@ class GroupResult:
     unavailable: str | None = None
     failed: bool = False
 
+    @property
+    def unjudged(self) -> tuple[Bound, ...]:
+        """Requirements that were not measured, because somebody was missing or all was."""
+        judged = {verdict.bound for verdict in self.verdicts}
+        return tuple(bound for bound in self.group.bounds if bound not in judged)
+
+
+def all_met(results: Sequence[GroupResult]) -> bool:
+    """Whether every requirement of every group was measured and met, and no group failed."""
+    return all(
+        not result.failed
+        and not result.unjudged
+        and all(verdict.passed for verdict in result.verdicts)
+        for result in results
+    )
+
 
 def run_group(
     group: Group, bench: Bench, *, rounds: int, progress: Callable[[str], None]

@@ -58,6 +58,8 @@ def print_verdicts(console: Console, results: Sequence[GroupResult]) -> None:
                 _quartiles(verdict.paired),
                 _mark(verdict),
             )
+        for bound in result.unjudged:
+            table.add_row(result.group.name, bound.text, "", "", "[red]not measured[/red]")
     console.print(table)
 
 
@@ -180,6 +182,8 @@ def as_markdown(results: Sequence[GroupResult]) -> str:
                 f"| {result.group.name} | {verdict.bound.text} | {_number(verdict.measured)}"
                 f" | {_quartiles(verdict.paired)} | {'pass' if verdict.passed else '**missed**'} |"
             )
+        for bound in result.unjudged:
+            lines.append(f"| {result.group.name} | {bound.text} | | | **not measured** |")
     return "\n".join(lines) + "\n"
 
 

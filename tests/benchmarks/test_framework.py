@@ -21,6 +21,7 @@ from benchmarks.framework import (
     Sense,
     Spread,
     Unavailable,
+    all_met,
     run_group,
 )
 from benchmarks.places import QUICK, Bench
@@ -119,6 +120,8 @@ def test_bounds_fail_on_the_wrong_side(bench: Bench) -> None:
     )
     result = play_values(bench, bounds=bounds)
     assert [verdict.passed for verdict in result.verdicts] == [False, False, True]
+    assert not all_met([result])
+    assert all_met([play_values(bench, bounds=bounds[2:])])
 
 
 def test_what_is_missing_is_said_and_not_judged(bench: Bench) -> None:
@@ -130,6 +133,8 @@ def test_what_is_missing_is_said_and_not_judged(bench: Bench) -> None:
     result = run_group(group, bench, rounds=2, progress=ignore)
     assert result.verdicts == ()
     assert [missing.reason for missing in result.missing] == ["not installed"]
+    assert not all_met([result])
+    assert "| g | own / (peer) ≥ 1 | | | **not measured** |" in report.as_markdown([result])
 
 
 def test_a_bound_on_nobody_is_an_error(bench: Bench) -> None:
@@ -145,9 +150,10 @@ def test_a_group_that_cannot_be_measured_says_why(bench: Bench) -> None:
     def play() -> float:
         raise Unavailable("needs root")
 
-    group = group_of(Contender(name="own", play=play))
+    group = group_of(Contender(name="own", play=play), bounds=(Bound(contender="own", figure=1),))
     result = run_group(group, bench, rounds=2, progress=ignore)
     assert result.unavailable == "needs root"
+    assert not all_met([result])
     console = Console(record=True, width=120)
     report.print_verdicts(console, [result])
     assert "not measured: needs root" in console.export_text()
@@ -161,6 +167,7 @@ def test_a_group_that_fails_is_reported_and_stops_nothing(
 
     result = run_group(group_of(Contender(name="own", play=play)), bench, rounds=2, progress=ignore)
     assert result.failed
+    assert not all_met([result])
     assert result.unavailable == "failed: [Errno 28] No space left on device"
     assert "Traceback" in capsys.readouterr().err
 
