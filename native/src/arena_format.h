@@ -37,6 +37,7 @@ struct Header {
   uint32_t zero;
   uint32_t crc;  // of all before
 };
+static_assert(sizeof(Header) == 368);
 
 enum class SlotState : uint32_t { Free = 0, Filling = 1, Sealed = 2 };
 
