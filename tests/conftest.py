@@ -1,7 +1,8 @@
 """What holds for all tests: hangs end with stacks, skips are counted with their reasons.
 
-Warnings are errors by pyproject.toml. A test that takes longer than HANG_S is a hang: the stacks of
-this process and of every mounted server are printed, the mounts are aborted, and the run exits.
+What is marked `root` is skipped for everybody else. Warnings are errors by pyproject.toml. A test
+that takes longer than HANG_S is a hang: the stacks of this process and of every mounted server are
+printed, the mounts are aborted, and the run exits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ _terminal_fd = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     """Keep a way to the terminal that capturing does not hide."""
     config.stash[_terminal_fd] = os.dup(2)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The marker alone skips: no test has to say a second time that it needs root."""
+    if item.get_closest_marker("root") is not None and os.geteuid() != 0:
+        pytest.skip("needs root")
 
 
 @pytest.hookimpl(wrapper=True)

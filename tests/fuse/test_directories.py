@@ -81,6 +81,7 @@ def test_rewind_sees_new_entries(directory: Path) -> None:
         assert {entry.name for entry in stream} == {".", "..", "one", "two"}
 
 
+@pytest.mark.root
 def test_types_and_inode_numbers(directory: Path) -> None:
     """d_type and d_ino agree with lstat(2)."""
     (directory / "file").touch()
