@@ -93,6 +93,7 @@ class Mount:
         self.server_pid = 0
         self._options = (f"staging={staging}", *options)
         self._expected: list[re.Pattern[str]] = []
+        self._allowed: list[re.Pattern[str]] = []
 
     def mount(self) -> None:
         """Mount; returns when the mount answers."""
@@ -132,6 +133,10 @@ class Mount:
         """Allow log lines that match `pattern`, which must occur before the mount ends."""
         self._expected.append(re.compile(pattern))
 
+    def allow_log(self, pattern: str) -> None:
+        """Allow log lines that match `pattern`, whether one occurs or not."""
+        self._allowed.append(re.compile(pattern))
+
     def entry(self) -> MountEntry | None:
         """What is mounted at `root` now."""
         return mount_at(str(self.root))
@@ -151,13 +156,12 @@ class Mount:
         An exception that nobody caught is never expected.
         """
         lines = self.log_text().splitlines()
+        excused = (*self._expected, *self._allowed)
         problems = [
             line
             for line in lines
             if _UNCAUGHT.match(line)
-            or (
-                _PROBLEM.match(line) and not any(pattern.search(line) for pattern in self._expected)
-            )
+            or (_PROBLEM.match(line) and not any(pattern.search(line) for pattern in excused))
         ]
         missing = [
             pattern.pattern

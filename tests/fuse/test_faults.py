@@ -36,6 +36,29 @@ WAYS = {
 }
 CODES = (errno.EIO, errno.EROFS)
 
+# What the server logs, by who says it.
+CAUSE = "(Input/output error|Read-only file system)"
+AVOIDED = rf"fpfs\.engine: device \d failed \({CAUSE}\): new chunks avoid it"
+STAGED = (
+    r"fpfs\.engine: inode \d+: (reading from device \d what a write leaves of a block failed"
+    rf"|writing to device \d failed|staged bytes could be written to no device).* \(?{CAUSE}"
+)
+NOT_KEPT = (
+    r"fpfs\.(daemon\.commit|server): .*inode \d+ keeps its previous version, the new one failed"
+)
+CATALOG = (
+    r"fpfs\.daemon\.catalog_worker: (catalog (transaction of \d+ operations|checkpoint) failed"
+    r"|the catalog's (device fails|database could not be closed))"
+)
+NOT_FLUSHED = (
+    r"fpfs\.(daemon\.commit|server): .*names and versions (are no longer made durable"
+    rf"|since the last flush may be lost): .*the catalog cannot be flushed: .*{CAUSE}"
+)
+REFUSED = (
+    r"fpfs\.daemon\.operations: (mkdir|create|unlink) of inode or handle 1 failed: \[Errno 5\]"
+    r" the catalog"
+)
+
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
 def breakable(
@@ -44,7 +67,7 @@ def breakable(
     """A mount on two devices, and a way to break one."""
     filesystem, break_device = request.param
     with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
-        mount.expect_log("")  # what is logged is looked at by each test
+        mount.expect_log(AVOIDED)
         yield mount, devices, break_device
 
 
@@ -54,6 +77,12 @@ def write_durably(path: Path, content: bytes) -> None:
         for start in range(0, len(content), MEBIBYTE):
             file.write(content[start : start + MEBIBYTE])
         os.fsync(file.fileno())
+
+
+def expect_logs(mount: Mount, *patterns: str) -> None:
+    """Expect each of several log lines, and no other."""
+    for pattern in patterns:
+        mount.expect_log(pattern)
 
 
 def unmount_with_losses(mount: Mount) -> str:
@@ -89,7 +118,6 @@ def test_new_writes_go_to_the_device_that_lives(
 
 def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
-        mount.expect_log("")
         (mount.root / "old").write_bytes(OLD)
         mount.remount()  # so that no page of it is cached
         devices.fail(1)
@@ -123,7 +151,7 @@ def test_a_version_that_cannot_be_kept_is_reported_and_the_previous_one_stays(
 ) -> None:
     """Its new bytes need the rest of a block that lies on the dead device."""
     with faulty_mount(tmp_path) as (mount, devices):
-        mount.expect_log("")
+        expect_logs(mount, AVOIDED, STAGED, NOT_KEPT)
         (mount.root / "file").write_bytes(OLD)
         (mount.root / "other").write_bytes(b"other")
         mount.flush()
@@ -169,7 +197,7 @@ def read_new(path: Path, number: int) -> bool:
 
 def test_close_reports_what_nothing_else_did(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
-        mount.expect_log("")
+        expect_logs(mount, AVOIDED, STAGED, NOT_KEPT)
         (mount.root / "file").write_bytes(OLD)
         mount.flush()
         fd = os.open(mount.root / "file", os.O_RDWR)
@@ -194,6 +222,7 @@ def test_the_device_of_the_catalog_fails(
 ) -> None:
     """Without the catalog nothing new is kept; every call ends, and what was durable stays."""
     mount, devices, break_device = breakable
+    expect_logs(mount, NOT_KEPT, CATALOG, NOT_FLUSHED, REFUSED)
     write_durably(mount.root / "old", OLD)
     (mount.root / "folder").mkdir()
     mount.flush()
@@ -222,6 +251,9 @@ def test_the_device_of_the_catalog_fails(
 
 def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None:
     mount, devices, break_device = breakable
+    expect_logs(mount, STAGED, NOT_KEPT)
+    # Whether the catalog has anything left to flush depends on when it was flushed last.
+    mount.allow_log(f"{CATALOG}|{NOT_FLUSHED}")
     write_durably(mount.root / "old", OLD)
     mount.flush()
     fd = os.open(mount.root / "old", os.O_RDWR)

@@ -39,6 +39,18 @@ def test_expected_problems_must_occur() -> None:
         mount.expect_log("never said")
 
 
+def test_allowed_problems_may_occur_and_excuse_no_other() -> None:
+    with mounted() as mount:
+        mount.allow_log("never said")
+    unexpected = pytest.raises(AssertionError, match=r"unexpected in the server's log: .*a line")
+    with unexpected, mounted() as mount:
+        mount.allow_log("never said")
+        add_to_log(mount, logging.WARNING)
+    with mounted() as mount:
+        add_to_log(mount, logging.WARNING)
+        mount.allow_log("a line")
+
+
 def test_a_failing_test_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError), mounted() as mount:
         file_fd = os.open(mount.root / "file", os.O_WRONLY | os.O_CREAT)
