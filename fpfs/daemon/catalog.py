@@ -103,7 +103,7 @@ class Catalog:
     ) -> None:
         """Make an empty catalog at `path`, durable on return. Blocks.
 
-        Raises FileExistsError when there is one, `CatalogError` when it cannot be made.
+        Raises FileExistsError when there is one, `NoSpace` or `CatalogError` when none can be made.
         """
         create_database(path, filesystem_id=filesystem_id, devices=devices, root=root)
 

@@ -12,6 +12,7 @@ Concurrency: the functions block; they run before trio starts, or in the catalog
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import stat
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
+from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew, NoSpace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,11 +100,29 @@ def row_crc(*numbers: int, content: bytes = b"") -> int:
 def create_database(
     path: Path, *, filesystem_id: str, devices: Sequence[DeviceRecord], root: RootOwner
 ) -> None:
-    """Make an empty catalog at `path`, durable on return.
+    """Make an empty catalog at `path`, durable on return: whole or not at all.
 
-    Raises FileExistsError when there is one, `CatalogError` when the file cannot be made.
+    Raises FileExistsError when there is one, `NoSpace` or `CatalogError` when none can be made.
     """
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    made = path.with_name(f".{path.name}.new")
+    _remove_database(made)  # what a server that died in the middle left
+    os.close(os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    try:
+        _write_database(made, filesystem_id=filesystem_id, devices=devices, root=root)
+    except sqlite3.Error as error:
+        _remove_database(made)
+        kind = NoSpace if error.sqlite_errorcode == sqlite3.SQLITE_FULL else CatalogError
+        raise kind(f"catalog {path} cannot be made: {error}") from error
+    os.rename(made, path)
+    flush_directory(path.parent)
+
+
+def _write_database(
+    path: Path, *, filesystem_id: str, devices: Sequence[DeviceRecord], root: RootOwner
+) -> None:
+    """Fill an empty file; it alone is the database then, and durable."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("PRAGMA page_size = 4096")
@@ -116,11 +135,13 @@ def create_database(
         connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode = WAL")
-    except sqlite3.Error as error:
-        raise CatalogError(f"catalog {path} cannot be made: {error}") from error
     finally:
         connection.close()
-    flush_directory(path.parent)
+
+
+def _remove_database(path: Path) -> None:
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _fill(

@@ -427,6 +427,15 @@ async def test_a_second_process_is_refused(tmp_path: Path) -> None:
     await Catalog.open(path).close()
 
 
+@trio.testing.trio_test
+async def test_what_a_format_that_died_left_is_no_catalog(tmp_path: Path) -> None:
+    for name in (".catalog.db.new", ".catalog.db.new-journal"):
+        (tmp_path / name).write_bytes(b"half of something")
+    path = formatted(tmp_path)
+    assert os.listdir(tmp_path) == [path.name]
+    await Catalog.open(path).close()
+
+
 def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CatalogMissing, match="there is no catalog at"):
         Catalog.open(tmp_path / "catalog.db")
