@@ -83,11 +83,7 @@ def mount(mountpoint: str, *, options: Sequence[str], asked: str) -> int:
                 text=True,
             )
         except FileNotFoundError:
-            raise Refused(
-                asked=asked,
-                wrong=f"{FUSERMOUNT} is not installed",
-                remedy="install the package fuse3",
-            ) from None
+            raise _not_installed(asked) from None
         theirs.close()
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
         _, complaint = process.communicate()
@@ -95,6 +91,12 @@ def mount(mountpoint: str, *, options: Sequence[str], asked: str) -> int:
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
     raise _mount_refusal(asked, complaint)
+
+
+def _not_installed(asked: str) -> Refused:
+    return Refused(
+        asked=asked, wrong=f"{FUSERMOUNT} is not installed", remedy="install the package fuse3"
+    )
 
 
 def _mount_refusal(asked: str, complaint: str) -> Refused:
@@ -116,14 +118,18 @@ def escape_option(value: str) -> str:
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
     """Take the mount away; `lazy` detaches it now although files are open.
 
-    Raises `Refused`: busy (files are open), not mounted, or not allowed.
+    Raises `Refused`: busy (files are open), not mounted, not allowed, or no fusermount3.
     """
+    asked = f"unmount {mountpoint}"
     command = [FUSERMOUNT, "-u", *(["-z"] if lazy else []), "--", mountpoint]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    except FileNotFoundError:
+        raise _not_installed(asked) from None
     if done.returncode != 0:
         busy = "busy" in done.stderr
         raise Refused(
-            asked=f"unmount {mountpoint}",
+            asked=asked,
             wrong="files on it are open" if busy else done.stderr.strip(),
             remedy=f"close what uses it (fuser -vm {mountpoint} names it)"
             if busy

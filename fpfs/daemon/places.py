@@ -61,7 +61,7 @@ def make_runtime_folder(*, asked: str) -> str:
         try:
             os.makedirs(folder, mode=0o755, exist_ok=True)
             found = os.lstat(folder)
-        except PermissionError:
+        except OSError:  # not allowed, a read-only filesystem, or no folder has the name
             continue
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
             os.chmod(folder, 0o755)
@@ -70,7 +70,9 @@ def make_runtime_folder(*, asked: str) -> str:
     raise Refused(
         asked=asked,
         wrong=f"no folder for the control socket can be made (tried {tried})",
-        remedy="set XDG_RUNTIME_DIR to a folder of yours",
+        remedy="see that it is a folder of root's"
+        if os.geteuid() == 0
+        else "set XDG_RUNTIME_DIR to a folder of yours",
     )
 
 

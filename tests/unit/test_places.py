@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.core.refusal import Refused
 from fpfs.daemon.places import (
     SOCKET_SETTLED_S,
     default_device,
@@ -59,3 +60,26 @@ def test_two_mountpoints_never_share_a_log() -> None:
 def test_the_runtime_folder_is_ours() -> None:
     folder = make_runtime_folder(asked="mount")
     assert os.stat(folder).st_uid == os.geteuid()
+
+
+def test_a_user_without_a_runtime_folder_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file has the name in the user's folder; those that others could make are not taken."""
+    user = 2**31 - 7
+    (tmp_path / "fpfs").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made_by_another = Path(f"/tmp/fpfs-{user}")
+    made_by_another.mkdir()
+    try:
+        with pytest.raises(Refused) as refused:
+            make_runtime_folder(asked="mount")
+    finally:
+        made_by_another.rmdir()
+    tried = f"{tmp_path}/fpfs, /run/user/{user}/fpfs, {made_by_another}"
+    assert str(refused.value) == (
+        f"mount: no folder for the control socket can be made (tried {tried});"
+        " set XDG_RUNTIME_DIR to a folder of yours"
+    )
