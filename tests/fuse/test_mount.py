@@ -23,31 +23,9 @@ from fpfs.testing.mounted import (
     mounted,
     run_fpfs,
 )
+from tests.support.refusals import refusal
 
 CTL = "fpfs.cli.ctl"
-
-
-def refusal(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
-    """The one line with which ``fpfs`` refuses; nothing may be mounted by it.
-
-    The last argument is the mountpoint (or what stands in its place).
-    """
-    before = mount_at(str(arguments[-1]))
-    done = run_fpfs(*arguments, environment=environment)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert re.fullmatch(r"fpfs: [^\n]+: [^\n]+; [^\n]+\n", done.stderr), done.stderr
-    assert mount_at(str(arguments[-1])) == before
-    return done.stderr
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
-    """An empty device directory and an empty mountpoint."""
-    device, mountpoint = tmp_path / "device", tmp_path / "mount"
-    device.mkdir()
-    mountpoint.mkdir()
-    return device, mountpoint
 
 
 def is_running(pid: int) -> bool:

@@ -42,3 +42,12 @@ def mount(target: Target) -> Mount:
     if not isinstance(target, Mount):
         pytest.skip("only fpfs promises this")
     return target
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """An empty device directory and an empty mountpoint."""
+    device, mountpoint = tmp_path / "device", tmp_path / "mount"
+    device.mkdir()
+    mountpoint.mkdir()
+    return device, mountpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.devices import DEVICES_MAX, DeviceSet, open_devices
 from fpfs.daemon.stamp import FORMAT_VERSION
 
 
@@ -78,6 +78,15 @@ def test_a_directory_in_use_is_refused(folders: list[Path]) -> None:
     assert f"{folders[0]} is in use (process {os.getpid()}); unmount it there" in message
     with opened(folders):
         pass
+
+
+def test_too_many_devices(folders: list[Path]) -> None:
+    message = refusal([folders[0]] * (DEVICES_MAX + 1))
+    assert (
+        message
+        == "mount at /ckpt: 65536 devices are more than 65535; name fewer directories with -d"
+    )
+    assert os.listdir(folders[0]) == []
 
 
 def test_what_does_not_exist(folders: list[Path]) -> None:
