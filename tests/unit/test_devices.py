@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from fpfs.core.refusal import Refused
 from fpfs.daemon.devices import DEVICES_MAX, DeviceSet, open_devices
 from fpfs.daemon.stamp import FORMAT_VERSION
+from tests.support.images import make_image, mounted_image, needs_filesystem_identity
+from tests.support.processes import run
 
 
 @pytest.fixture
@@ -156,6 +159,50 @@ def test_a_copy_instead_of_the_original(folders: list[Path]) -> None:
         pass
     with opened([folders[0], copy]) as devices:
         assert devices.devices[1].path == str(copy)
+
+
+@pytest.mark.root
+@needs_filesystem_identity
+def test_a_copy_of_the_whole_filesystem(tmp_path: Path) -> None:
+    """Everything in it is the same, the directory's inode included: only its identity differs."""
+    original, copy = tmp_path / "original.img", tmp_path / "copy.img"
+    make_image(original)
+    with mounted_image(original) as mountpoint:
+        folder = mountpoint / "device"
+        folder.mkdir()
+        formatted([folder])
+        with opened([folder]):
+            pass
+    shutil.copy(original, copy)
+    run("tune2fs", "-U", uuid.uuid4(), copy)
+    with mounted_image(copy) as mountpoint:
+        copied = mountpoint / "device"
+        message = refusal([copied])
+        assert f"{copied} was copied or moved: its stamp was written for another" in message
+        assert f"(last at {folder}); mount the original, or accept this one for good" in message
+        with opened([copied], adopt=True):
+            pass
+        with opened([copied]) as devices:
+            assert devices.devices[0].path == str(copied)
+
+
+@pytest.mark.root
+@needs_filesystem_identity
+def test_where_no_identity_was_known_the_inode_decides(tmp_path: Path) -> None:
+    """Stamped under a kernel that tells none; from now on it is known."""
+    identity = make_image(tmp_path / "image.img")
+    with mounted_image(tmp_path / "image.img") as mountpoint:
+        folder = mountpoint / "device"
+        folder.mkdir()
+        formatted([folder])
+        inode = folder.stat().st_ino
+        edit_stamp(folder, backing={"uuid": "", "inode": inode})
+        with opened([folder]) as devices:
+            assert not devices.formatted
+        known = json.loads((folder / "fpfs.json").read_text())["backing"]
+        assert known == {"uuid": identity.hex, "inode": inode}
+        edit_stamp(folder, backing={"uuid": "", "inode": inode + 1})
+        assert "was copied or moved" in refusal([folder])
 
 
 def test_a_newer_format(folders: list[Path]) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +32,9 @@ from fpfs.daemon.stamp import (
     read_stamp,
     write_stamp,
 )
-from tests.support.processes import expect_line, python_child, run, tell
+from tests.support.images import make_image, mounted_image, needs_filesystem_identity
+from tests.support.processes import expect_line, python_child, tell
 
-KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 STAMP = Stamp(
     format_version=FORMAT_VERSION,
     filesystem_id="f" * 32,
@@ -159,39 +158,18 @@ def test_where_the_kernel_knows_no_identity() -> None:
     assert read_backing("/proc") == Backing(uuid="", inode=os.stat("/proc").st_ino)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-@pytest.mark.skipif(KERNEL < (6, 9), reason="kernels before 6.9 do not tell a filesystem's UUID")
+@pytest.mark.root
+@needs_filesystem_identity
 def test_the_identity_is_that_of_the_filesystem(tmp_path: Path) -> None:
-    first, second = (_ext4(tmp_path, name) for name in ("first", "second"))
-    try:
-        for mounted in (first, second):
-            folder = mounted.mountpoint / "folder"
+    for name in ("first", "second"):
+        image = tmp_path / f"{name}.img"
+        identity = make_image(image)
+        with mounted_image(image) as mountpoint:
+            folder = mountpoint / "folder"
             folder.mkdir()
             assert read_backing(str(folder)) == Backing(
-                uuid=mounted.uuid.hex, inode=folder.stat().st_ino
+                uuid=identity.hex, inode=folder.stat().st_ino
             )
-    finally:
-        for mounted in (first, second):
-            run("umount", mounted.mountpoint)
-
-
-class _Mounted:
-    """A small ext4 of a known identity, by way of a loop device."""
-
-    def __init__(self, mountpoint: Path, identity: uuid.UUID) -> None:
-        self.mountpoint = mountpoint
-        self.uuid = identity
-
-
-def _ext4(folder: Path, name: str) -> _Mounted:
-    identity = uuid.uuid4()
-    image, mountpoint = folder / f"{name}.img", folder / name
-    mountpoint.mkdir()
-    with image.open("wb") as file:
-        file.truncate(8 << 20)
-    run("mkfs.ext4", "-q", "-F", "-U", identity, image)
-    run("mount", "-o", "loop", image, mountpoint)
-    return _Mounted(mountpoint, identity)
 
 
 def _record(pid: int, mountpoint: Path) -> bytes:
