@@ -124,6 +124,24 @@ def test_what_is_known_never_reaches_python(mount: Mount, directory: Path) -> No
     assert (directory / "absent0").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_stat_of_a_cached_name_never_reaches_python(
+    mount: Mount, directory: Path, kind: str
+) -> None:
+    path = directory / "below" / kind
+    before_creation = relayed(mount)
+    path.parent.mkdir()
+    make = {"file": path.touch, "folder": path.mkdir, "link": lambda: path.symlink_to("file")}
+    make[kind]()
+    mount.flush()  # what a commit changes is told to the kernel before
+    first = path.lstat()
+    before = relayed(mount)
+    assert before > before_creation, "a counter that stands still shows nothing"
+    for _ in range(1000):
+        assert path.lstat() == first
+    assert relayed(mount) == before
+
+
 def forget_names() -> None:
     """Make the kernel look up again what it knows."""
     Path("/proc/sys/vm/drop_caches").write_text("2")
