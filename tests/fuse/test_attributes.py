@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import stat
@@ -12,7 +13,7 @@ import pytest
 
 from fpfs.testing.mounted import Mount
 from tests.support.processes import run
-from tests.support.system import errno_of
+from tests.support.system import errno_of, stat_from_server
 from tests.support.target import Target
 
 NANOSECONDS = (0, 1, 999_999_999, 1_234_567_890_123_456_789, 2**31 * 10**9 + 5, -1)
@@ -73,6 +74,32 @@ def test_what_changes_times(directory: Path) -> None:
     assert changed(lambda: (directory / "new").rename(directory / "old"), directory) == (True, True)
     assert changed((directory / "old").unlink, directory) == (True, True)
     assert changed(path.stat, directory) == (False, False)
+
+
+def test_access_times_are_set_but_not_by_reads(
+    target: Target, mount: Mount, directory: Path
+) -> None:
+    """Neither the kernel's copy nor the server's follows a read."""
+    file, folder, link = (directory / name for name in ("file", "folder", "link"))
+    before_ns = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
+    file.write_bytes(b"content" * 10_000)
+    folder.mkdir()
+    link.symlink_to("file")
+    created = {path: stat_from_server(path).atime_ns for path in (file, folder, link)}
+    assert all(before_ns <= atime_ns <= time.time_ns() for atime_ns in created.values())
+    os.utime(folder, ns=(5, 1_000_000_007))
+    expected = {**created, folder: 5}
+    mount.remount()  # so that nothing is cached
+    tick()
+    assert file.read_bytes() == b"content" * 10_000
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped[:7] == b"content"
+    assert os.listdir(folder) == []
+    assert link.readlink() == Path("file")
+    for _ in range(2):
+        assert {path: path.lstat().st_atime_ns for path in expected} == expected
+        assert {path: stat_from_server(path).atime_ns for path in expected} == expected
+        target.remount()
 
 
 def test_times_set_while_open_survive_the_close(target: Target, directory: Path) -> None:

@@ -95,6 +95,24 @@ def stat_from_server(path: Path | str) -> ServerStat:
     )
 
 
+_SYS_CACHESTAT = 451
+_CACHE_STATISTICS = struct.Struct("=5Q")
+
+
+def dirty_pages(path: Path | str) -> int:
+    """Pages of a file that are not on its device yet: cachestat(2), Linux 6.5."""
+    whole = struct.pack("=2Q", 0, 0)
+    found = ctypes.create_string_buffer(_CACHE_STATISTICS.size)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        result = _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, whole, found, 0)
+        _check(result, f"cachestat {path}")
+    finally:
+        os.close(fd)
+    _cached, dirty, written_back, *_ = _CACHE_STATISTICS.unpack(found.raw)
+    return int(dirty + written_back)
+
+
 def syncfs(fd: int) -> None:
     """syncfs(2)."""
     _check(_libc.syncfs(fd), "syncfs")

@@ -336,6 +336,25 @@ async def test_closed_content_is_durable_in_time(
         assert await committed_size(mount, "file") == 7
 
 
+@trio.testing.trio_test
+async def test_names_are_durable_in_time(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with rig(tmp_path) as mount:
+        entries = mount.namespace.entries
+        await mount.write_file("file", b"content")
+        await mount.commit.flush_all()
+        for change in (
+            mount.make_directory("folder"),
+            entries.rename((ROOT, b"file"), (ROOT, b"new"), RenameMode.REPLACE),
+            entries.unlink(ROOT, b"new"),
+        ):
+            await change
+            assert not mount.catalog.all_durable
+            await trio.sleep(1)
+            assert mount.catalog.all_durable
+
+
 @pytest.fixture
 def autojump_clock() -> trio.testing.MockClock:
     """A clock that jumps when nothing happens for a moment: the catalog's thread is not seen."""
