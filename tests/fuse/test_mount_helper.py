@@ -104,10 +104,3 @@ def test_a_refusal_reaches_the_caller_of_mount(fstab: Path) -> None:
     done = run("mount", "-T", fstab, fstab.parent / "mount")
     assert done.returncode != 0
     assert f"{fstab.parent}/one is not empty (thesis.tex is in it)" in done.stderr
-
-
-def test_the_unit_file_names_commands_that_exist() -> None:
-    unit = (REPOSITORY / "mount_scripts" / "fpfs@.service").read_text()
-    assert "ExecStart=/usr/local/bin/fpfs mount $FPFS_DEVICES" in unit
-    assert "ExecStop=/usr/local/bin/fpfs umount %f" in unit
-    assert "TimeoutStopSec=infinity" in unit
