@@ -28,6 +28,7 @@ from fpfs.core.mounts import mount_at
 from fpfs.core.units import format_rate, format_size
 
 DEVICES = 4
+LAYERS = 8
 STEPS = 5
 CONTEXT = 64
 BATCH = 8
@@ -60,9 +61,9 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """A GPT over bytes, 25 million parameters as called here."""
+    """A GPT over bytes, 25 million parameters with LAYERS layers."""
 
-    def __init__(self, *, width: int = 512, heads: int = 8, layers: int = 8) -> None:
+    def __init__(self, *, width: int = 512, heads: int = 8, layers: int = LAYERS) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(CONTEXT, width)
@@ -191,13 +192,13 @@ def compare(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     )
 
 
-def demonstrate(folder: Path) -> None:
+def demonstrate(folder: Path, *, layers: int) -> None:
     """The whole story, once."""
     torch.manual_seed(0)
     demonstration = Demonstration(folder)
     demonstration.mount()
     try:
-        model = SmallGPT()
+        model = SmallGPT(layers=layers)
         optimizer = torch.optim.AdamW(model.parameters())
         losses = ", ".join(f"{loss:.2f}" for loss in train(model, optimizer))
         console.print(f"trained a small GPT for {STEPS} steps on the CPU, losses {losses}")
@@ -217,14 +218,16 @@ def main() -> None:
     data_folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(data_folder, "fpfs", "quickstart"))
-    folder = parser.parse_args().folder
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model (default 8)")
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if mount_at(str(folder / "ckpt")) is not None:
         # An earlier run was killed; where its server is gone too, this says so and fails.
         subprocess.run(
             [Path(sys.executable).with_name("fpfs"), "umount", folder / "ckpt"], check=False
         )
     shutil.rmtree(folder, ignore_errors=True)
-    demonstrate(folder)
+    demonstrate(folder, layers=arguments.layers)
     shutil.rmtree(folder)
 
 
