@@ -6,14 +6,25 @@ import json
 import os
 import signal
 import socket
+import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import PROTOCOL_VERSION, Verb, runtime_folders, socket_path
+from fpfs.core.control import (
+    PROTOCOL_VERSION,
+    ControlClient,
+    Status,
+    Verb,
+    runtime_folders,
+    socket_path,
+)
+from fpfs.core.refusal import Refused
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
+from tests.support.crash import crash
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +139,62 @@ def test_the_socket_goes_with_the_mount() -> None:
         assert path.is_socket()
         made.unmount()
         assert not path.exists()
+
+
+@pytest.mark.root
+def test_a_mount_that_is_not_open_to_others_answers_none_of_them() -> None:
+    """The socket's mode keeps them out; who passes it all the same is told so."""
+    as_another = "setpriv --reuid=nobody --clear-groups"
+    passing = " --inh-caps=+dac_override --ambient-caps=+dac_override"
+    with mounted(options=("noallow_other",)) as made:
+        entry = made.entry()
+        assert entry is not None
+        path = control_socket(made, entry.device)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert answer_to(path, as_another) == "Permission denied"
+        assert "this mount belongs to another user" in answer_to(path, as_another + passing)
+        assert '"server_pid"' in answer_to(path, "setpriv --clear-groups")
+
+
+def answer_to(path: str, prefix: str) -> str:
+    """What a process with other credentials gets when it asks for the status."""
+    code = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+try:
+    connection.connect(sys.argv[1])
+except OSError as error:
+    sys.exit(error.strerror)
+try:
+    connection.sendall(b'{"verb": "status"}\\n')
+except BrokenPipeError:
+    pass  # refused already
+print(connection.makefile().readline())
+"""
+    done = subprocess.run(
+        [*prefix.split(), "python3", "-c", code, path],
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return (done.stdout + done.stderr).strip()
+
+
+def test_a_server_that_ends_instead_of_answering() -> None:
+    with mounted() as made:
+        made.expect_log("the last server died")
+        entry = made.entry()
+        assert entry is not None
+        os.kill(made.server_pid, signal.SIGSTOP)  # so that it does not answer before it ends
+        with ControlClient(entry, asked="test") as client:
+            client.send(Verb.STATUS)
+            crash(made)
+            with pytest.raises(Refused) as refused:
+                client.receive(Status)
+        assert str(refused.value) == (
+            f"test: the server of {made.root} ended without an answer; its log says why"
+        )
+        made.mount()

@@ -7,6 +7,7 @@ do before they compare what a new mount shows.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.lab import unavailable_reason
-from fpfs.testing.mounted import CommandFailed, Mount
+from fpfs.testing.mounted import CommandFailed, Mount, run_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
 
@@ -215,6 +216,30 @@ def test_close_reports_what_nothing_else_did(tmp_path: Path) -> None:
         devices.repair(1)
         mount.mount()
         assert_same((mount.root / "file").read_bytes(), OLD)
+
+
+def test_waiting_for_a_version_that_cannot_be_kept(tmp_path: Path) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        expect_logs(mount, AVOIDED, STAGED, NOT_KEPT)
+        path = mount.root / "file"
+        path.write_bytes(OLD)
+        mount.flush()
+        fd = os.open(path, os.O_RDWR)
+        devices.fail(1)
+        os.pwrite(fd, b"new", MEBIBYTE + 100)
+        os.pwrite(fd, b"new", 100)
+        with contextlib.suppress(OSError):  # told here where the background has met it already
+            os.close(fd)
+        done = run_fpfs("wait", path, module="fpfs.cli.ctl")
+        assert (done.returncode, done.stdout, done.stderr) == (
+            1,
+            "",
+            f"fpfs-ctl: wait for {path}: Input/output error; the server's log may say more\n",
+        )
+        unmount_with_losses(mount)
+        devices.repair(1)
+        mount.mount()
+        assert_same(path.read_bytes(), OLD)
 
 
 def test_the_device_of_the_catalog_fails(
