@@ -17,6 +17,7 @@
 
 #include "child.h"
 #include "device_fixture.h"
+#include "skips.h"
 
 namespace fpfs {
 namespace {
@@ -139,8 +140,7 @@ TEST_CASE("device: without O_DIRECT writes are buffered, and the log says so onc
   const TempDirectory directory;
   // ramfs has no direct I/O (tmpfs has had it since Linux 6.6).
   if (::mount("ramfs", directory.path().c_str(), "ramfs", 0, nullptr) != 0) {
-    MESSAGE("skipped: mounting ramfs needs root: ", error_text(errno));
-    return;
+    return testing::skip("mounting ramfs: " + error_text(errno));
   }
   for (const IoBackend backend : {IoBackend::IoUring, IoBackend::Threads}) {
     LogLines log;

@@ -1,6 +1,6 @@
 // Real faults under a device, on loop devices of its own: full, shut down (EIO), read-only.
 //
-// Needs root, loop devices and mkfs; without them each case says so.
+// Needs root, loop devices and mkfs; without them each case counts as skipped.
 #include <doctest/doctest.h>
 
 #include <array>

@@ -1,6 +1,6 @@
 // Small filesystems on loop devices, mounted for one test, and the faults that they can be given.
 //
-// Needs root, loop devices and mkfs; without them ready() is false and the reason was printed.
+// Needs root, loop devices and mkfs; without them ready() is false and the skip was counted.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -17,6 +17,7 @@
 
 #include "device_fixture.h"
 #include "file_descriptor.h"
+#include "skips.h"
 
 namespace fpfs::testing {
 
@@ -37,7 +38,7 @@ class LoopMount {
   LoopMount(const char* filesystem, const std::string& make, uint64_t image_bytes)
       : filesystem_(filesystem) {
     problem_ = set_up(make, image_bytes);
-    if (!problem_.empty()) MESSAGE("skipped: ", problem_);
+    if (!problem_.empty()) skip(problem_);
   }
   ~LoopMount() {
     if (mounted_) CHECK(::umount(path().c_str()) == 0);
@@ -65,7 +66,7 @@ class LoopMount {
     const std::string image = directory_.path() + "/image";
     const FileDescriptor file(::open(image.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!file || ::ftruncate(file.get(), static_cast<off_t>(image_bytes)) != 0) return "no image";
-    if (std::system((make + image).c_str()) != 0) return make + "failed";
+    if (std::system((make + image).c_str()) != 0) return make + "failed: is it installed?";
     const std::string device = attach(file.get());
     if (device.empty()) return "no loop device: " + error_text(errno);
     std::filesystem::create_directory(path());
