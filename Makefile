@@ -113,7 +113,7 @@ define native_tests
 $(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
   -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
 $(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
-FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) \
+FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
   $(VENV)/bin/ctest --test-dir $(1) --output-on-failure && \
 { grep -E '^skipped [0-9]+: ' $(1)/Testing/Temporary/LastTest.log || true; }
 endef
