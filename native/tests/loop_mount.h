@@ -59,6 +59,12 @@ class LoopMount {
     uint32_t without_log_flush = 2;
     return ::ioctl(root.get(), _IOR('X', 125, uint32_t), &without_log_flush) == 0;
   }
+  // After shut_down(), with nothing open: what a power failure then would have left.
+  bool mount_again() {
+    if (::umount(path().c_str()) != 0) return false;
+    mounted_ = mount_device();
+    return mounted_;
+  }
 
  private:
   std::string set_up(const std::string& make, uint64_t image_bytes) {
@@ -67,11 +73,14 @@ class LoopMount {
     const FileDescriptor file(::open(image.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!file || ::ftruncate(file.get(), static_cast<off_t>(image_bytes)) != 0) return "no image";
     if (std::system((make + image).c_str()) != 0) return make + "failed: is it installed?";
-    const std::string device = attach(file.get());
-    if (device.empty()) return "no loop device: " + error_text(errno);
+    device_ = attach(file.get());
+    if (device_.empty()) return "no loop device: " + error_text(errno);
     std::filesystem::create_directory(path());
-    mounted_ = ::mount(device.c_str(), path().c_str(), filesystem_, 0, nullptr) == 0;
+    mounted_ = mount_device();
     return mounted_ ? "" : std::string("mounting ") + filesystem_ + ": " + error_text(errno);
+  }
+  bool mount_device() const {
+    return ::mount(device_.c_str(), path().c_str(), filesystem_, 0, nullptr) == 0;
   }
 
   // Another process may take the free device first: then the next one is tried.
@@ -93,6 +102,7 @@ class LoopMount {
   const char* filesystem_;
   TempDirectory directory_;
   FileDescriptor loop_;
+  std::string device_;
   bool mounted_ = false;
   std::string problem_;
 };
