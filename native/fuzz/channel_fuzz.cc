@@ -3,16 +3,18 @@
 //
 // The input is a list of messages: a byte that chooses the opcode and how the message is bent, a
 // length byte, then bytes for the body. Handles and lengths are made to fit mostly, so that
-// requests get past the first checks. A flush that must be answered follows every input: the
-// channel is alive.
+// requests get past the first checks. A request that the channel answers itself follows every
+// input; one that gets no answer ends the run, so a channel that hangs does not hang the fuzzer.
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -37,12 +39,30 @@ constexpr uint64_t kMarker = 0xF1A5F1A5F1A5F1A5;
 constexpr uint64_t kHandleWrite = 1;
 constexpr uint64_t kHandleRead = 2;
 constexpr uint64_t kChunkBytes = 256 * 1024;
+constexpr uint64_t kHandleNever = UINT64_MAX;  // is never open
 constexpr int kInputsEachFile = 200;
+constexpr std::chrono::seconds kAnswerLimit{60};  // far beyond what a busy machine takes
 
-constexpr std::array<uint32_t, 14> kOpcodes = {
-    FUSE_WRITE,           FUSE_READ,         FUSE_FLUSH,   FUSE_LSEEK, FUSE_FALLOCATE,
-    FUSE_COPY_FILE_RANGE, FUSE_INTERRUPT,    FUSE_INIT,    FUSE_OPEN,  FUSE_CREATE,
-    FUSE_READDIR,         FUSE_BATCH_FORGET, FUSE_SETATTR, FUSE_LOOKUP};
+// Whatever the channel treats in a way of its own, some of which it answers itself.
+constexpr std::array<uint32_t, 18> kOpcodes = {
+    FUSE_WRITE,     FUSE_READ,        FUSE_FLUSH,           FUSE_LSEEK,
+    FUSE_FALLOCATE, FUSE_INTERRUPT,   FUSE_COPY_FILE_RANGE, FUSE_INIT,
+    FUSE_OPEN,      FUSE_CREATE,      FUSE_READDIR,         FUSE_BATCH_FORGET,
+    FUSE_SETATTR,   FUSE_LOOKUP,      FUSE_RELEASE,         FUSE_GETATTR,
+    FUSE_FSYNC,     FUSE_READDIRPLUS,
+};
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "channel_fuzz: %s\n", what);
+  std::abort();
+}
+
+// Where the handle lies in the body of a request that has one.
+size_t handle_offset(uint32_t opcode) {
+  if (opcode == FUSE_SETATTR) return offsetof(fuse_setattr_in, fh);
+  if (opcode == FUSE_GETATTR) return offsetof(fuse_getattr_in, fh);
+  return 0;
+}
 
 // Bytes of the input, zeros when it is used up.
 class Input {
@@ -93,8 +113,9 @@ class Harness {
       ::setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &buffer_bytes, sizeof buffer_bytes);
     }
     kernel_ = pair[0];
-    // An empty one: every name and attribute is asked of pyfuse3, as before the first answer.
-    auto served = engine_->serve(pair[1], std::make_shared<KnownDirectories>(10, 10, 1));
+    const timeval limit{kAnswerLimit.count(), 0};
+    if (::setsockopt(kernel_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0) std::abort();
+    auto served = engine_->serve(pair[1], directories_);
     if (!served.ok()) std::abort();
     python_ = served.take();
   }
@@ -112,9 +133,13 @@ class Harness {
       drain(python_);
     }
     ask_whether_alive();
+    open_what_was_released();
     for (const Event& event : engine_->take_events()) {
       if (const auto* write = std::get_if<SyncWriteEvent>(&event)) {
         engine_->complete_write(write->ticket, 0);
+      }
+      if (const auto* dropped = std::get_if<DroppedEvent>(&event)) {
+        engine_->remove_objects(dropped->objects);
       }
     }
   }
@@ -124,6 +149,7 @@ class Harness {
     if (ino_ != 0) {
       for (const uint64_t handle : {kHandleWrite, kHandleRead}) engine_->release_handle(handle);
       engine_->drop(ino_);
+      directories_->forget(ino_);
     }
     ++ino_;
     const Placement placement{kChunkBytes, {0, 1}, ino_};
@@ -131,6 +157,20 @@ class Harness {
                         engine_->open_handle(kHandleWrite, ino_, O_RDWR).ok() &&
                         engine_->open_handle(kHandleRead, ino_, O_RDONLY).ok();
     if (!loaded) std::abort();
+    // Of every other one it knows attributes and names, as of a directory that pyfuse3 has told.
+    if (ino_ % 2 == 0) return;
+    fuse_attr attributes{};
+    attributes.ino = ino_;
+    directories_->set_attributes(attributes);
+    directories_->listed(ino_, {"a"});
+  }
+
+  // The channel has looked at all of the input: what is released now stays so without this.
+  void open_what_was_released() {
+    for (const uint64_t handle : engine_->take_released()) {
+      const uint32_t flags = handle == kHandleRead ? O_RDONLY : O_RDWR;
+      if (!engine_->open_handle(handle, ino_, flags).ok()) std::abort();
+    }
   }
 
   void send_request(Input* input) {
@@ -146,29 +186,47 @@ class Harness {
     fit(header.opcode, bend, &body);
     header.len = static_cast<uint32_t>(sizeof header + body.size());
     if (bend == 255) input->take(&header, sizeof header);
+    if (header.opcode == FUSE_FALLOCATE) spare_the_disk(&body);
     std::vector<char> message(sizeof header + body.size());
     std::memcpy(message.data(), &header, sizeof header);
     std::copy(body.begin(), body.end(), message.begin() + sizeof header);
     if (bend == 254) message.resize(choice);  // cut off
-    if (::send(kernel_, message.data(), message.size(), MSG_NOSIGNAL) < 0) std::abort();
+    if (::send(kernel_, message.data(), message.size(), MSG_NOSIGNAL) < 0) {
+      fail("the channel takes no more requests");
+    }
     drain(kernel_);
   }
 
-  // Puts in a handle that is open, and the length that a write must state. Every operation here but
-  // copy_file_range begins with the handle.
-  static void fit(uint32_t opcode, uint8_t bend, std::vector<char>* body) {
+  // Puts in a handle that is open, the length that a write must state, a request to interrupt, and
+  // the end of a name.
+  void fit(uint32_t opcode, uint8_t bend, std::vector<char>* body) const {
     if (bend % 8 == 7) return;
-    const uint64_t handle = bend % 2 == 0 ? kHandleWrite : kHandleRead;
-    if (body->size() < sizeof(fuse_write_in)) body->resize(sizeof(fuse_write_in));
-    std::memcpy(body->data(), &handle, sizeof handle);
+    if (opcode == FUSE_LOOKUP) {
+      if (!body->empty()) body->back() = '\0';
+      return;
+    }
+    const size_t least = opcode == FUSE_SETATTR ? sizeof(fuse_setattr_in) : sizeof(fuse_write_in);
+    if (body->size() < least) body->resize(least);
+    uint64_t value = bend % 2 == 0 ? kHandleWrite : kHandleRead;
+    if (opcode == FUSE_INTERRUPT) value = 2 * (unique_ - std::min<uint64_t>(unique_, bend / 16));
+    std::memcpy(body->data() + handle_offset(opcode), &value, sizeof value);
     if (opcode == FUSE_WRITE) {
       const auto bytes = static_cast<uint32_t>(body->size() - sizeof(fuse_write_in));
       std::memcpy(body->data() + offsetof(fuse_write_in, size), &bytes, sizeof bytes);
     }
     if (opcode == FUSE_COPY_FILE_RANGE) {
       body->resize(sizeof(fuse_copy_file_range_in));
-      std::memcpy(body->data() + offsetof(fuse_copy_file_range_in, fh_out), &handle, sizeof handle);
+      std::memcpy(body->data() + offsetof(fuse_copy_file_range_in, fh_out), &value, sizeof value);
     }
+  }
+
+  // An allocation takes little, or more than there can be: never all that the machine has left.
+  static void spare_the_disk(std::vector<char>* body) {
+    fuse_fallocate_in in{};
+    if (body->size() < sizeof in) return;
+    std::memcpy(&in, body->data(), sizeof in);
+    if (in.length < kFileBytesMax / 2) in.length %= 4 * kChunkBytes;
+    std::memcpy(body->data(), &in, sizeof in);
   }
 
   // What pyfuse3 would answer, to the latest request or to none.
@@ -182,21 +240,27 @@ class Harness {
     ::send(python_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  // A flush of an open handle is answered by the channel itself, after all that was sent before.
+  // A seek is answered by the channel itself, after it has looked at all that was sent before.
   void ask_whether_alive() {
     struct {
       fuse_in_header header;
-      fuse_flush_in body;
+      fuse_lseek_in body;
     } message{};
     message.header.len = sizeof message;
-    message.header.opcode = FUSE_FLUSH;
+    message.header.opcode = FUSE_LSEEK;
     message.header.unique = kMarker;
     message.header.nodeid = ino_;
-    message.body.fh = kHandleRead;
-    if (::send(kernel_, &message, sizeof message, MSG_NOSIGNAL) < 0) std::abort();
+    message.body.fh = kHandleNever;
+    if (::send(kernel_, &message, sizeof message, MSG_NOSIGNAL) < 0) {
+      fail("the channel takes no more requests");
+    }
+    const auto give_up = std::chrono::steady_clock::now() + kAnswerLimit;
     while (!drain(kernel_)) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          give_up - std::chrono::steady_clock::now());
+      if (left.count() <= 0) fail("the channel does not answer");
       pollfd wait[2] = {{kernel_, POLLIN, 0}, {python_, POLLIN, 0}};
-      ::poll(wait, 2, -1);
+      ::poll(wait, 2, static_cast<int>(left.count()));
       drain(python_);
     }
   }
@@ -217,6 +281,8 @@ class Harness {
   }
 
   std::string directory_;
+  const std::shared_ptr<KnownDirectories> directories_ =
+      std::make_shared<KnownDirectories>(10, 10, 1);
   std::unique_ptr<Engine> engine_;
   int kernel_ = -1;
   int python_ = -1;
