@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <deque>
 #include <filesystem>
@@ -33,17 +34,32 @@ using testing::Xfs;
 
 constexpr uint64_t kBlock = kIoAlignment;
 
-// The names that directories had when they were last synced, by the directory's path.
+// While one is there: the names that directories had when they were last synced, by the directory's
+// path, and what syncing fails with.
 class DirectorySyncs {
  public:
-  void note(int fd) {
+  DirectorySyncs() { watching() = this; }
+  ~DirectorySyncs() { watching() = nullptr; }
+  DirectorySyncs(const DirectorySyncs&) = delete;
+  DirectorySyncs& operator=(const DirectorySyncs&) = delete;
+
+  static std::atomic<DirectorySyncs*>& watching() {
+    static std::atomic<DirectorySyncs*> syncs{nullptr};
+    return syncs;
+  }
+
+  // The error of this call, or 0 after noting it.
+  int sync(int fd) {
     MutexLock lock(mutex_);
+    const int error = errors_.empty() ? 0 : errors_.front();
+    if (!errors_.empty()) errors_.pop_front();
+    if (error != 0) return error;
     const std::string opened = "/proc/self/fd/" + std::to_string(fd);
-    std::error_code none;  // of a file that is no directory, say
-    std::set<std::string>& names = names_[std::filesystem::read_symlink(opened, none)];
-    for (const auto& entry : std::filesystem::directory_iterator(opened, none)) {
+    std::set<std::string>& names = names_[std::filesystem::read_symlink(opened)];
+    for (const auto& entry : std::filesystem::directory_iterator(opened)) {
       names.insert(entry.path().filename());
     }
+    return 0;
   }
   bool synced(const std::filesystem::path& name) {
     MutexLock lock(mutex_);
@@ -53,13 +69,6 @@ class DirectorySyncs {
   void fail(std::deque<int> errors) {
     MutexLock lock(mutex_);
     errors_ = std::move(errors);
-  }
-  int next_error() {
-    MutexLock lock(mutex_);
-    if (errors_.empty()) return 0;
-    const int error = errors_.front();
-    errors_.pop_front();
-    return error;
   }
   bool all_failed() {
     MutexLock lock(mutex_);
@@ -72,22 +81,33 @@ class DirectorySyncs {
   std::deque<int> errors_ GUARDED_BY(mutex_);
 };
 
-DirectorySyncs& directory_syncs() {
-  static DirectorySyncs syncs;
-  return syncs;
-}
+// A device whose every object is made when it is asked for, and watched while it is.
+struct Watched {
+  DirectorySyncs syncs;  // outlives the device's threads
+  Fixture<ThreadsBackend> fixture;
+  explicit Watched(uint64_t object_id_first) {
+    DeviceConfig config = fixture.config;
+    config.pool_objects = 0;
+    config.object_id_first = object_id_first;
+    fixture.reopen(config);
+  }
+  void check_synced(uint64_t id) {
+    const auto path = std::filesystem::canonical(fixture.object_path(id));
+    CHECK(syncs.synced(path));
+    CHECK(syncs.synced(path.parent_path()));
+  }
+};
 
 }  // namespace
 }  // namespace fpfs
 
 // In the place of the C library's, for this whole program.
 extern "C" int fsync(int fd) {
-  if (const int error = fpfs::directory_syncs().next_error(); error != 0) {
-    errno = error;
-    return -1;
-  }
-  fpfs::directory_syncs().note(fd);
-  return static_cast<int>(::syscall(SYS_fsync, fd));
+  fpfs::DirectorySyncs* const watching = fpfs::DirectorySyncs::watching();
+  const int error = watching != nullptr ? watching->sync(fd) : 0;
+  if (error == 0) return static_cast<int>(::syscall(SYS_fsync, fd));
+  errno = error;
+  return -1;
 }
 
 TYPE_TO_STRING(fpfs::testing::Ext4);
@@ -150,38 +170,28 @@ TEST_CASE_TEMPLATE("device: flushed bytes are there after a power failure", T, E
 }
 
 TEST_CASE("device: an object is handed out when its name and its folder's were synced") {
-  Fixture<ThreadsBackend> fixture;
-  DeviceConfig config = fixture.config;
-  config.pool_objects = 0;
-  fixture.reopen(config);
+  Watched watched(1);
   for (int i = 0; i < 300; ++i) {  // more than there are folders
-    const Created object = create(*fixture.device);
+    const Created object = create(*watched.fixture.device);
     REQUIRE(object.error == 0);
-    const auto path = std::filesystem::canonical(fixture.object_path(object.id));
-    CHECK(directory_syncs().synced(path));
-    CHECK(directory_syncs().synced(path.parent_path()));
+    watched.check_synced(object.id);
   }
 }
 
 TEST_CASE("device: an object whose name cannot be synced is not handed out, and is gone") {
-  Fixture<ThreadsBackend> fixture;
-  DeviceConfig config = fixture.config;
-  config.pool_objects = 0;
-  config.object_id_first = 0x80;  // of which no folder was made yet
-  fixture.reopen(config);
-  const uint64_t files = fixture.object_files();
-  directory_syncs().fail({EIO});  // the folder's name
-  CHECK(create(*fixture.device).error == EIO);
-  directory_syncs().fail({0, EIO});  // the object's
-  CHECK(create(*fixture.device).error == EIO);
-  CHECK(fixture.object_files() == files);
-  directory_syncs().fail({EINTR, EINTR, 0, EINTR});
-  const Created object = create(*fixture.device);
-  CHECK(object.error == 0);
-  CHECK(directory_syncs().all_failed());
-  const auto path = std::filesystem::canonical(fixture.object_path(object.id));
-  CHECK(directory_syncs().synced(path));
-  CHECK(directory_syncs().synced(path.parent_path()));
+  Watched watched(0x80);  // of which no folder was made yet
+  Device& device = *watched.fixture.device;
+  const uint64_t files = watched.fixture.object_files();
+  watched.syncs.fail({EIO});  // the folder's name
+  CHECK(create(device).error == EIO);
+  watched.syncs.fail({0, EIO});  // the object's
+  CHECK(create(device).error == EIO);
+  CHECK(watched.fixture.object_files() == files);
+  watched.syncs.fail({EINTR, EINTR, 0, EINTR});
+  const Created object = create(device);
+  REQUIRE(object.error == 0);
+  CHECK(watched.syncs.all_failed());
+  watched.check_synced(object.id);
 }
 
 }  // namespace
