@@ -117,6 +117,7 @@ TEST_CASE_TEMPLATE("device fault: space that is being given back is waited for",
     CHECK(removed.wait() == 0);
     // Likewise a hole punched into what is held.
     const Created other = create(*device);
+    REQUIRE(other.error == 0);
     WaitedRequest punch;
     punch.op = IoOp::Punch;
     punch.object = next.object;
