@@ -185,7 +185,8 @@ class Pair:
     def __init__(self, tested: Path, plain: Path) -> None:
         self.tested = World(tested)
         self.plain = World(plain)
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}  # attempts, by name
+        self.done: dict[str, int] = {}  # those that succeeded, with more than no bytes
 
     def do(self, name: str, operation: Callable[[World], object]) -> bool:
         """Do an operation in both worlds and compare; returns whether it succeeded."""
@@ -194,7 +195,10 @@ class Pair:
         if isinstance(found[1], bytes) and isinstance(expected[1], bytes):
             assert_same(found[1], expected[1])
         assert found == expected, f"{name}: {found} instead of {expected}"
-        return expected[0] == "OK"
+        status, value = expected
+        if status == "OK" and (value is None or value):
+            self.done[name] = self.done.get(name, 0) + 1
+        return status == "OK"
 
     @staticmethod
     def _attempt(world: World, operation: Callable[[World], object]) -> Outcome:

@@ -77,6 +77,7 @@ class FilesystemMachine(RuleBasedStateMachine):
     target: ClassVar[Target]
     plain: ClassVar[Path]
     steps: ClassVar[dict[str, int]] = {}
+    done: ClassVar[dict[str, int]] = {}
     examples: ClassVar[int] = 0
 
     def __init__(self) -> None:
@@ -99,6 +100,8 @@ class FilesystemMachine(RuleBasedStateMachine):
                 shutil.rmtree(folder)
             for name, count in self.pair.counts.items():
                 type(self).steps[name] = type(self).steps.get(name, 0) + count
+            for name, count in self.pair.done.items():
+                type(self).done[name] = type(self).done.get(name, 0) + count
             type(self).examples += 1
 
     def pick(self, choice: int) -> int | None:
@@ -268,9 +271,12 @@ def run_examples(machine: type[FilesystemMachine], *, count: int, derandomize: b
 
 
 def test_random_operations(machine: type[FilesystemMachine]) -> None:
-    run_examples(machine, count=40, derandomize=True)
+    run_examples(machine, count=60, derandomize=True)
     written = ("pwrite", "append", "direct write", "mapped store", "truncate", "fallocate")
-    assert sum(machine.steps.get(name, 0) for name in written) > 150
+    done = {name: machine.done.get(name, 0) for name in written}
+    # Most attempts fail, in both worlds: those do not show that content survives.
+    assert all(done.values()), done
+    assert sum(done.values()) > 150, done
 
 
 @pytest.mark.skipif(SOAK_SECONDS == 0, reason="only in make soak (FPFS_SOAK_SECONDS)")
