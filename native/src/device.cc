@@ -87,6 +87,7 @@ class NativeDevice final : public Device, private BackendOwner {
   int change(IoRequest* request);
   int allocate(IoRequest* request);
   int allocate_with_reserve(IoRequest* request);
+  void take_object(std::function<void(int, ObjectRef, uint64_t)> done);
   void log_once(std::atomic<bool>* said, const std::string& message);
   void log(int level, const std::string& message);
   std::string name() const { return "dev" + std::to_string(config_.number); }
@@ -102,6 +103,7 @@ class NativeDevice final : public Device, private BackendOwner {
   std::atomic<uint64_t> bytes_read_{0};
   std::atomic<uint64_t> errors_{0};
   SpaceComing space_;
+  SpaceComing held_;  // by an attempt to allocate with the reserve, for a moment
   std::atomic<bool> said_no_allocate_{false};
   std::atomic<bool> said_no_punch_{false};
 
@@ -220,7 +222,9 @@ int NativeDevice::allocate(IoRequest* request) {
   const int64_t bytes_free = directory_.bytes_free();
   if (bytes_free < 0) return static_cast<int>(bytes_free);
   const bool enough = static_cast<uint64_t>(bytes_free) >= request->length + config_.reserve_bytes;
+  if (!enough) held_.coming();
   const int result = enough ? transfer_blocking(request) : allocate_with_reserve(request);
+  if (!enough) held_.came();
   if (result != -EOPNOTSUPP) return result;
   log_once(&said_no_allocate_, "no fallocate on this filesystem; a full device is noticed late");
   return 0;
@@ -272,11 +276,23 @@ void NativeDevice::close_file(std::unique_ptr<OpenFile> file) {
 
 void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> done) {
   begin();
-  pool_.take([this, done = std::move(done)](int error, ObjectRef object, uint64_t id) {
-    if (error != 0) errors_.fetch_add(1, std::memory_order_relaxed);
-    done(-error, std::move(object), id);
-    end();
-  });
+  take_object(std::move(done));
+}
+
+void NativeDevice::take_object(std::function<void(int, ObjectRef, uint64_t)> done) {
+  const uint64_t arrived = space_.arrived();
+  const uint64_t tried = held_.arrived();
+  pool_.take(
+      [this, arrived, tried, done = std::move(done)](int error, ObjectRef object, uint64_t id) {
+        if (error == -ENOSPC && (space_.since(arrived) || held_.since(tried))) {
+          // Again, when what is being given back now is there.
+          reaper_.post([this, done] { metadata_.post([this, done] { take_object(done); }); });
+          return;
+        }
+        if (error != 0) errors_.fetch_add(1, std::memory_order_relaxed);
+        done(-error, std::move(object), id);
+        end();
+      });
 }
 
 void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {

@@ -133,6 +133,52 @@ TEST_CASE_TEMPLATE("device fault: space that is being given back is waited for",
   device->close();
 }
 
+// A request whose completion waits, so that whatever comes behind it on its thread waits too.
+struct HeldRequest final : IoRequest {
+  void complete(int result) override {
+    CHECK(result == 0);
+    reached.put(true);
+    (void)release.wait();
+  }
+  Delivery<bool> reached;
+  Delivery<bool> release;
+};
+
+TEST_CASE("device fault: a new object waits for room that is being given back") {
+  // Hardly any inodes: what is missing is not space for the content.
+  const LoopMount mount("ext4", "mkfs.ext4 -q -m 0 -N 600 -F ", Ext4::image_bytes);
+  if (!mount.ready()) return;
+  DeviceConfig config;
+  config.path = mount.path();
+  const auto device = open_device(config);
+  const Created first = create(*device);
+  REQUIRE(first.error == 0);
+  Created last = first;
+  for (Created next = create(*device); next.error == 0; next = create(*device)) last = next;
+  CHECK(create(*device).error == ENOSPC);
+  for (int round = 0; round < 20; ++round) {
+    CAPTURE(round);
+    HeldRequest punch;
+    punch.op = IoOp::Punch;
+    punch.object = first.object;
+    punch.length = kBlock;
+    device->submit(&punch);
+    (void)punch.reached.wait();
+    Delivery<int> removed;
+    device->remove_object(last.id, [&removed](int error) { removed.put(error); });
+    Delivery<Created> made;
+    device->create_object([&made](int error, ObjectRef object, uint64_t id) {
+      made.put({error, std::move(object), id});
+    });
+    punch.release.put(true);
+    CHECK(removed.wait() == 0);
+    last = made.wait();
+    REQUIRE(last.error == 0);
+  }
+  CHECK(create(*device).error == ENOSPC);
+  device->close();
+}
+
 TEST_CASE_TEMPLATE("device fault: the reserve stays free", T, ALL_COMBINATIONS) {
   T fixture;
   if (!fixture.mount.ready()) return;
