@@ -120,9 +120,7 @@ endef
 
 FUZZ_SECONDS ?= 60
 .PHONY: fuzz
-fuzz: setup ## Fuzz the parser of FUSE requests (clang), FUZZ_SECONDS for each target
-	@command -v clang++ > /dev/null || command -v clang++-14 > /dev/null || \
-	  { echo "make fuzz needs clang: apt-get install clang"; exit 1; }
+fuzz: setup $(STAMPS)/tools-fuzz ## Fuzz the parser of FUSE requests (clang), FUZZ_SECONDS for each target
 	$(VENV)/bin/cmake -S native -B build/fuzz -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DFPFS_TESTS=OFF -DFPFS_FUZZ=ON \
 	  -DCMAKE_CXX_COMPILER=$$(command -v clang++ || command -v clang++-14) > /dev/null
