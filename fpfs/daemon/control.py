@@ -105,11 +105,11 @@ class ControlServer:
     async def _converse(self, connection: trio.socket.SocketType) -> None:
         stream = trio.SocketStream(connection)
         async with stream:
-            if not self._allowed(connection):
-                await self._send(stream, Reply(error="this mount belongs to another user"))
-                return
             try:
-                await self._answer_lines(stream)
+                if self._allowed(connection):
+                    await self._answer_lines(stream)
+                else:
+                    await self._send(stream, Reply(error="this mount belongs to another user"))
             except (trio.BrokenResourceError, ConnectionError):
                 _log.debug("a control client went away before its answer")
 

@@ -25,6 +25,7 @@ from fpfs.core.control import (
 from fpfs.core.refusal import Refused
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.crash import crash
+from tests.support.processes import run
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,20 @@ def test_a_mount_that_is_not_open_to_others_answers_none_of_them() -> None:
         assert answer_to(path, as_another) == "Permission denied"
         assert "this mount belongs to another user" in answer_to(path, as_another + passing)
         assert '"server_pid"' in answer_to(path, "setpriv --clear-groups")
+
+
+@pytest.mark.root
+def test_whoever_is_not_answered_may_leave_at_once() -> None:
+    with mounted(options=("noallow_other",)) as made:
+        entry = made.entry()
+        assert entry is not None
+        path = control_socket(made, entry.device)
+        code = "import socket, sys\nfor _ in range(300):\n"
+        code += "    with socket.socket(socket.AF_UNIX) as one: one.connect(sys.argv[1])"
+        prefix = "setpriv --reuid=nobody --clear-groups --inh-caps=+dac_override"
+        prefix += " --ambient-caps=+dac_override"
+        run(*prefix.split(), "python3", "-c", code, path)
+        assert made.status().server_pid == made.server_pid
 
 
 def answer_to(path: str, prefix: str) -> str:
