@@ -180,7 +180,10 @@ def open_database(path: Path) -> sqlite3.Connection:
     catalog. The connection may move to another thread; it must be used by one at a time.
     """
     if not path.exists():
-        raise CatalogMissing(f"there is no catalog at {path}: format the devices first")
+        raise CatalogMissing(
+            f"there is no catalog at {path}, which names what lies on the devices:"
+            " put it back from a backup, or empty the device directories to begin anew"
+        )
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,

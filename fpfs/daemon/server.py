@@ -39,6 +39,7 @@ from fpfs.core.engine import (
     NativeEngine,
     SyncWrite,
 )
+from fpfs.core.errors import CatalogError
 from fpfs.core.mounts import mount_at
 from fpfs.core.options import Idle, MountOptions
 from fpfs.core.policy import Policy
@@ -353,6 +354,22 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     return Catalog.open(path)
 
 
+def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
+    """Raise `CatalogError` unless the catalog is that of the devices, as their stamps have them."""
+    known = {device.number: device.device_id for device in catalog.devices}
+    found = {device.number: device.device_id for device in devices.devices}
+    if catalog.filesystem_id != devices.filesystem_id:
+        ours, theirs = f"filesystem {catalog.filesystem_id}", f"filesystem {devices.filesystem_id}"
+    elif known != found:
+        ours, theirs = f"devices {known}", f"devices {found}"
+    else:
+        return
+    raise CatalogError(
+        f"catalog {catalog.path} is of {ours}, the stamps of the devices are of {theirs}:"
+        " put back the catalog and the stamps that belong together"
+    )
+
+
 def remove_stale_arena(path: str) -> None:
     """Remove what a server that died left; the devices' locks say that it is nobody's.
 
@@ -400,6 +417,7 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         remove_stale_arena(arena_path(devices.filesystem_id))
         try:
+            check_identity(catalog, devices)
             engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
         except OSError:
             await catalog.close()

@@ -189,8 +189,11 @@ def refusing(path: str, *, asked: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise Refused(
             asked=asked,
             wrong=f"the device directory {path} cannot be used ({error.strerror or error})",
-            remedy="see that it is on a writable filesystem and belongs to you",
+            remedy="make room on its filesystem"
+            if full
+            else "see that it is on a writable filesystem and belongs to you",
         ) from error

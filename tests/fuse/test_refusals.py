@@ -7,14 +7,16 @@ and its server see.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fpfs.daemon.devices import OBJECTS_NAME
 from fpfs.daemon.places import ARENA_FOLDER, arena_path, make_runtime_folder
-from fpfs.daemon.stamp import STAMP_NAME, read_stamp
+from fpfs.daemon.stamp import STAMP_NAME, read_stamp, write_stamp
 from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
 from tests.support.processes import run
 from tests.support.refusals import refusal, with_mounts
@@ -114,7 +116,8 @@ def test_staging_beyond_the_memory(places: Places, tmp_path: Path) -> None:
     )
     assert message.startswith(f"fpfs: mount at {mountpoint}: the server failed (staging arena ")
     assert message.endswith(
-        " bytes: Cannot allocate memory); ask for less staging: it is memory, and must be free\n"
+        " bytes: Cannot allocate memory); ask for less staging: it must be free memory, within the"
+        " limit of the memory cgroup\n"
     )
     assert can_be_mounted(device, mountpoint)
 
@@ -185,10 +188,49 @@ def test_objects_without_their_catalog(places: Places, tmp_path: Path) -> None:
     check_fpfs("format", "-d", device)
     (device / OBJECTS_NAME / "00").mkdir()
     message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
-    assert f"(there is no catalog at {device}/catalog.db: " in message
+    assert f"(there is no catalog at {device}/catalog.db, which names" in message
     assert message.endswith("; its log says more\n")
     assert not (device / "catalog.db").exists()
     assert not arena_of(device).exists()
+
+
+def test_a_catalog_of_another_filesystem(places: Places, tmp_path: Path) -> None:
+    device, mountpoint = places
+    other = tmp_path / "other"
+    other.mkdir()
+    identities = []
+    for folder in (device, other):
+        assert can_be_mounted(folder, mountpoint)
+        stamp = read_stamp(str(folder), asked="test")
+        assert stamp is not None
+        identities.append(stamp.filesystem_id)
+    own = device / "own"
+    (device / "catalog.db").rename(own)
+    shutil.copy(other / "catalog.db", device)
+    message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
+    assert (
+        f"catalog {device}/catalog.db is of filesystem {identities[1]}, the stamps of the devices"
+        f" are of filesystem {identities[0]}: put back"
+    ) in message
+    own.rename(device / "catalog.db")
+    assert can_be_mounted(device, mountpoint)
+
+
+def test_stamps_with_each_others_numbers(places: Places, tmp_path: Path) -> None:
+    """Layouts name devices by number: what they locate would be looked for in the wrong place."""
+    first, mountpoint = places
+    second = tmp_path / "second"
+    second.mkdir()
+    options = ("--staging", "16M", "--log", tmp_path / "log")
+    check_fpfs("mount", "-d", first, "-d", second, *options, mountpoint)
+    check_fpfs("umount", mountpoint)
+    for folder, number in ((first, 1), (second, 0)):
+        stamp = read_stamp(str(folder), asked="test")
+        assert stamp is not None
+        write_stamp(str(folder), msgspec.structs.replace(stamp, device_number=number))
+    (first / "catalog.db").rename(second / "catalog.db")
+    message = refusal("mount", "-d", first, "-d", second, *options, mountpoint)
+    assert "is of devices {0: " in message
 
 
 @pytest.mark.parametrize(
