@@ -1,7 +1,8 @@
 """One process saves: acknowledged early, with fsync, and at the speed of the device.
 
 Names that several contenders share: ``fpfs`` is plain torch.save to the mount, ``filesystem`` the
-same to the filesystem that the device directory lies on.
+same to the filesystem that the device directory lies on, ``filesystem, in place`` torch.save there
+into a file that is not truncated first, whose pages are all in the page cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.places import Bench, deepspeed_python, remove, state_bytes, sync
 from benchmarks.worker import Worker
 
 FILE = "state.pt"
+WARM = "state-in-place.pt"
 
 
 def saver(
@@ -61,6 +63,7 @@ def _rewrites(bench: Bench, tensors: int, *, fsync: bool) -> Iterator[Sequence[E
             *entries,
             saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
             saver("filesystem", path=plain / FILE, **common),
+            saver("filesystem, in place", path=plain / WARM, command="save_in_place", **common),
             saver("naive", path=naive / FILE, **common),
         ]
 
