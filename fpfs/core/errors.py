@@ -163,7 +163,15 @@ class DamagedData(FpfsError):
 
 
 class CatalogError(FpfsError):
-    """The catalog failed; nothing that it did not acknowledge happened."""
+    """The catalog failed; nothing that it did not acknowledge happened.
+
+    `remedy` says what to do, where that is known.
+    """
+
+    def __init__(self, message: str = "", *, remedy: str = "") -> None:
+        """Make the error with its message, and with what to do."""
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class CatalogMissing(CatalogError, FileNotFoundError):

@@ -104,7 +104,7 @@ def create_database(
 
     Raises FileExistsError when there is one, `NoSpace` or `CatalogError` when none can be made.
     """
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     made = path.with_name(f".{path.name}.new")
     _remove_database(made)  # what a server that died in the middle left
@@ -113,8 +113,11 @@ def create_database(
         _write_database(made, filesystem_id=filesystem_id, devices=devices, root=root)
     except sqlite3.Error as error:
         _remove_database(made)
-        kind = NoSpace if error.sqlite_errorcode == sqlite3.SQLITE_FULL else CatalogError
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        kind = NoSpace if is_full else CatalogError
         raise kind(f"catalog {path} cannot be made: {error}") from error
+    # A log without its database, which a server that died left, would be replayed into the new one.
+    _remove_database(path)
     os.rename(made, path)
     flush_directory(path.parent)
 
@@ -181,8 +184,8 @@ def open_database(path: Path) -> sqlite3.Connection:
     """
     if not path.exists():
         raise CatalogMissing(
-            f"there is no catalog at {path}, which names what lies on the devices:"
-            " put it back from a backup, or empty the device directories to begin anew"
+            f"there is no catalog at {path}, which names what lies on the devices",
+            remedy="put it back from a backup, without -wal, or empty the devices to begin anew",
         )
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
@@ -233,8 +236,8 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > FORMAT_VERSION:
         raise CatalogTooNew(
-            f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}: "
-            "mount it with a newer fpfs"
+            f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}",
+            remedy="mount it with the newer fpfs that wrote it",
         )
 
 

@@ -107,7 +107,8 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
     return Refused(
         asked=config.asked,
         wrong=f"the server failed ({what})",
-        remedy=remedies.get(getattr(error, "errno", 0), "its log says more"),
+        remedy=getattr(error, "remedy", "")
+        or remedies.get(getattr(error, "errno", 0), "its log says more"),
     )
 
 

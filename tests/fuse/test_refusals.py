@@ -188,8 +188,10 @@ def test_objects_without_their_catalog(places: Places, tmp_path: Path) -> None:
     check_fpfs("format", "-d", device)
     (device / OBJECTS_NAME / "00").mkdir()
     message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
-    assert f"(there is no catalog at {device}/catalog.db, which names" in message
-    assert message.endswith("; its log says more\n")
+    assert f"(there is no catalog at {device}/catalog.db, which names what lies on the" in message
+    assert message.endswith(
+        "; put it back from a backup, without -wal, or empty the devices to begin anew\n"
+    )
     assert not (device / "catalog.db").exists()
     assert not arena_of(device).exists()
 
@@ -210,7 +212,7 @@ def test_a_catalog_of_another_filesystem(places: Places, tmp_path: Path) -> None
     message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
     assert (
         f"catalog {device}/catalog.db is of filesystem {identities[1]}, the stamps of the devices"
-        f" are of filesystem {identities[0]}: put back"
+        f" are of filesystem {identities[0]}); put back the catalog and the stamps"
     ) in message
     own.rename(device / "catalog.db")
     assert can_be_mounted(device, mountpoint)

@@ -436,6 +436,23 @@ async def test_what_a_format_that_died_left_is_no_catalog(tmp_path: Path) -> Non
     await Catalog.open(path).close()
 
 
+@trio.testing.trio_test
+async def test_a_new_catalog_does_not_take_over_the_log_of_one_that_is_gone(tmp_path: Path) -> None:
+    path = formatted(tmp_path)
+    catalog = Catalog.open(path)
+    await catalog.write(lambda t: t.execute("INSERT INTO names VALUES (99, 1, x'61', 7, 8)"))
+    shutil.copy(f"{path}-wal", tmp_path / "left")
+    await catalog.close()
+    path.unlink()
+    os.rename(tmp_path / "left", f"{path}-wal")
+    formatted(tmp_path)
+    catalog = Catalog.open(path)
+    count = await catalog.read(lambda t: t.execute("SELECT count(*) FROM names").fetchone())
+    assert count == (0,)
+    assert catalog.object_base == 1
+    await catalog.close()
+
+
 def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CatalogMissing, match="there is no catalog at"):
         Catalog.open(tmp_path / "catalog.db")
@@ -445,8 +462,9 @@ def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}")
     connection.close()
-    with pytest.raises(CatalogTooNew, match=f"has format {FORMAT_VERSION + 1}.*newer fpfs"):
+    with pytest.raises(CatalogTooNew, match=f"has format {FORMAT_VERSION + 1}") as refused:
         Catalog.open(path)
+    assert "newer fpfs" in refused.value.remedy
     path.write_bytes(b"not a database at all" * 1000)
     with pytest.raises(CatalogError, match="is damaged: file is not a database"):
         Catalog.open(path)
