@@ -11,7 +11,6 @@ Concurrency: trio; one task for each connection. A request never blocks another.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 from typing import Protocol
@@ -135,17 +134,22 @@ class ControlServer:
             await self._send(stream, Reply(error=wrong))
             return
         if request.verb is Verb.END:
-            await self._answer_end(stream)
+            await self._answer_end(stream, request)
             return
         try:
             result = await self._unless_ended(request)
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
             return
-        await self._send(stream, Reply(result=msgspec.Raw(msgspec.json.encode(result))))
+        if result is not None:
+            await self._send(stream, _reply(result))
+        elif request.verb is Verb.STATUS:
+            await self._send(stream, Reply(error="the mount has ended"))
+        else:
+            await self._answer_end(stream, request)
 
-    async def _unless_ended(self, request: Request) -> Status | Flushed:
-        """The result of a request, while there is a server to ask."""
+    async def _unless_ended(self, request: Request) -> Status | Flushed | None:
+        """The result of a request, or None when there is no server to ask any more."""
         result: Status | Flushed | None = None
         if not self._refusing:
             with trio.CancelScope() as scope:
@@ -154,8 +158,6 @@ class ControlServer:
                     result = await self._result(request)
                 finally:
                     self._request_ended(scope)
-        if result is None:
-            raise OSError(errno.ESHUTDOWN, "the mount has ended")
         return result
 
     def _request_ended(self, scope: trio.CancelScope) -> None:
@@ -172,13 +174,19 @@ class ControlServer:
             case _:
                 return await self._controlled.flush()
 
-    async def _answer_end(self, stream: trio.SocketStream) -> None:
+    async def _answer_end(self, stream: trio.SocketStream, request: Request) -> None:
+        """Answer with what the end left: all is durable then, but for the failures."""
         if not self._waiting_for_end:
             self._told_everybody = trio.Event()
         self._waiting_for_end += 1
         try:
             await self._ended.wait()
-            await self._send(stream, Reply(result=msgspec.Raw(msgspec.json.encode(self._final))))
+            failed = [
+                failure.message
+                for failure in self._final.failures
+                if request.verb is Verb.WAIT and failure.ino in (0, request.ino)
+            ]
+            await self._send(stream, Reply(error=failed[0]) if failed else _reply(self._final))
         finally:
             self._waiting_for_end -= 1
             if not self._waiting_for_end:
@@ -186,3 +194,7 @@ class ControlServer:
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")
+
+
+def _reply(result: Status | Flushed) -> Reply:
+    return Reply(result=msgspec.Raw(msgspec.json.encode(result)))

@@ -104,6 +104,9 @@ class Server:
         self._started_unix_s = time.time()
         self._connection_ended = trio.Event()
         self._ending_by_signal = False
+        self._ending = trio.CancelScope()
+        self._ending_done = trio.Event()
+        self._closing = False
         self._closed = False
 
     async def run(self, *, ready: Callable[[], None]) -> Flushed:
@@ -127,6 +130,7 @@ class Server:
                 with trio.CancelScope(shield=True):
                     await self._leave_no_dead_mount(device)
                     await control.end_requests()
+                    await self._end_signals()
                     await self.close()
             with trio.move_on_after(ANNOUNCE_S):
                 await control.announce_end(final)
@@ -261,8 +265,23 @@ class Server:
                     else:
                         self._ending_by_signal = True
                         _log.info("%s: draining and unmounting", name)
-                        nursery.start_soon(self._end, device)
+                        nursery.start_soon(self._end_by_signal, device)
                     interrupted = interrupted or number == signal.SIGINT
+
+    async def _end_by_signal(self, device: str) -> None:
+        try:
+            with self._ending:
+                await self._end(device)
+        finally:
+            self._ending_done.set()
+
+    async def _end_signals(self) -> None:
+        """Return when no signal's work is under way; what comes from now on changes nothing."""
+        self._closing = True
+        if self._ending_by_signal:
+            self._ending.cancel()
+            await self._ending_done.wait()
+        self._ending_by_signal = True
 
     async def _end(self, device: str) -> None:
         """Drain and unmount although programs may use the mount."""
@@ -280,6 +299,10 @@ class Server:
 
     def _give_up(self) -> None:
         """Stop now, after saying what that loses."""
+        if self._closing:
+            _log.error("stopped by a second SIGINT while closing: everything was flushed before")
+            logging.shutdown()
+            os._exit(EXIT_GAVE_UP)
         staged = self._engine.statistics()["staging"]["bytes_used"]  # type: ignore[index]
         pending = self._commit.statistics().pending
         _log.error(
@@ -365,8 +388,8 @@ def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
     else:
         return
     raise CatalogError(
-        f"catalog {catalog.path} is of {ours}, the stamps of the devices are of {theirs}:"
-        " put back the catalog and the stamps that belong together"
+        f"catalog {catalog.path} is of {ours}, the stamps of the devices are of {theirs}",
+        remedy="put back the catalog and the stamps that belong together",
     )
 
 
@@ -415,9 +438,9 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         for note in devices.notes:
             _log.info("%s", note)
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
-        remove_stale_arena(arena_path(devices.filesystem_id))
         try:
             check_identity(catalog, devices)
+            remove_stale_arena(arena_path(devices.filesystem_id))
             engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
         except OSError:
             await catalog.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from fpfs.daemon.mounting import abort_connection
+from fpfs.daemon.places import arena_path
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
 
 EXIT_TIMEOUT_S = 60
+FPFS = [sys.executable, "-m", "fpfs.cli.main"]
 LAB_REASON = lab.unavailable_reason()
 
 
@@ -58,6 +63,28 @@ def test_repeated_sigterm_is_one(tmp_path: Path) -> None:
         end(mount, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)
         assert mount.log_text().count("draining and unmounting") == 1
         mount.mount()
+        assert (mount.root / "file").read_bytes() == b"content" * 1_000_000
+
+
+def test_a_signal_while_an_unmounted_server_closes_changes_nothing() -> None:
+    """It comes when the arena is gone: some of what it would ask is closed then."""
+    with mounted() as mount:
+        arena = arena_path(mount.status().filesystem_id)
+        for _ in range(5):
+            (mount.root / "file").write_bytes(b"content" * 1_000_000)
+            pid_fd = os.pidfd_open(mount.server_pid)
+            try:
+                with subprocess.Popen([*FPFS, "umount", str(mount.root)]) as unmounting:
+                    while os.path.exists(arena):
+                        pass
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(pid_fd, signal.SIGTERM)
+                assert unmounting.returncode == 0
+                wait_for_exit(pid_fd)
+            finally:
+                os.close(pid_fd)
+            mount.forget()
+            mount.mount()
         assert (mount.root / "file").read_bytes() == b"content" * 1_000_000
 
 

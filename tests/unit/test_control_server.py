@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import msgspec
 import trio
 import trio.testing
 
-from fpfs.core.control import Flushed, Reply, Request, Status, Verb
+from fpfs.core.control import Failure, Flushed, Reply, Request, Status, Verb
 from fpfs.daemon.control import ControlServer
 
 PATIENCE_S = 30
+NOT_KEPT = Failure(ino=18, errno=errno.EIO, message="inode 18 keeps its previous version")
 
 
 class Ending:
@@ -53,40 +55,52 @@ async def serving(path: Path, server: Ending) -> AsyncIterator[ControlServer]:
             nursery.cancel_scope.cancel()
 
 
-async def ask(path: Path, verb: Verb) -> Reply:
+async def ask(path: Path, verb: Verb, *, ino: int = 0) -> Reply:
     """Send one request and return its reply."""
     async with await trio.open_unix_socket(path) as stream:
-        await stream.send_all(msgspec.json.encode(Request(verb=verb)) + b"\n")
+        await stream.send_all(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
         return msgspec.json.decode(await stream.receive_some(), type=Reply)
 
 
 @trio.testing.trio_test
-async def test_who_waits_when_the_server_ends_is_told(tmp_path: Path) -> None:
+async def test_who_waits_when_the_server_ends_learns_what_it_left(tmp_path: Path) -> None:
     server = Ending()
     path = tmp_path / "socket"
-    replies: list[Reply] = []
+    errors: dict[int, str] = {}
 
-    async def wait() -> None:
-        replies.append(await ask(path, Verb.WAIT))
+    async def wait(ino: int) -> None:
+        errors[ino] = (await ask(path, Verb.WAIT, ino=ino)).error
 
     async with serving(path, server) as control, trio.open_nursery() as nursery:
-        for _ in range(3):
-            nursery.start_soon(wait)
-        while server.waiting < 3:
+        for ino in (17, 18):
+            nursery.start_soon(wait, ino)
+        while server.waiting < 2:
             await trio.testing.wait_all_tasks_blocked(0.01)
         await control.end_requests()
         server.closed = True
-    assert [reply.error for reply in replies] == ["the mount has ended"] * 3
+        await control.announce_end(Flushed(failures=(NOT_KEPT,)))
+    assert errors == {17: "", 18: NOT_KEPT.message}
 
 
 @trio.testing.trio_test
-async def test_what_is_asked_after_the_end_is_refused(tmp_path: Path) -> None:
+async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path: Path) -> None:
     server = Ending()
     path = tmp_path / "socket"
+    replies: dict[Verb, Reply] = {}
+
+    async def ask_for(verb: Verb) -> None:
+        replies[verb] = await ask(path, verb, ino=17)
+
     async with serving(path, server) as control:
         await control.end_requests()
         server.closed = True
-        for verb in (Verb.STATUS, Verb.WAIT, Verb.FLUSH):
-            assert (await ask(path, verb)).error == "the mount has ended"
-        await control.announce_end(Flushed())
-        assert (await ask(path, Verb.END)).error == ""
+        assert (await ask(path, Verb.STATUS)).error == "the mount has ended"
+        final = Flushed(failures=(NOT_KEPT,))
+        async with trio.open_nursery() as nursery:
+            for verb in (Verb.WAIT, Verb.FLUSH, Verb.END):
+                nursery.start_soon(ask_for, verb)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await control.announce_end(final)
+    assert {reply.error for reply in replies.values()} == {""}
+    assert msgspec.json.decode(replies[Verb.FLUSH].result, type=Flushed) == final
+    assert msgspec.json.decode(replies[Verb.END].result, type=Flushed) == final
