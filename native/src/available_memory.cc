@@ -15,10 +15,12 @@ struct Names {
   // Lines of memory.stat: file pages of the group and those below it.
   const char* inactive;
   const char* active;
+  const char* slab;  // of the kernel's caches, what can be dropped
 };
 constexpr Names kFirst{"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file",
-                       "total_active_file"};
-constexpr Names kSecond{"/memory.max", "/memory.current", "inactive_file", "active_file"};
+                       "total_active_file", "total_slab_reclaimable"};
+constexpr Names kSecond{"/memory.max", "/memory.current", "inactive_file", "active_file",
+                        "slab_reclaimable"};
 
 // A hierarchy as it is mounted: its group `root` is seen at `mountpoint`.
 struct Mount {
@@ -64,8 +66,10 @@ std::optional<std::string> group(const std::string& root, bool second) {
   return std::nullopt;
 }
 
+// The hierarchy's mount that is on top: a later one covers those before it.
 std::optional<Mount> hierarchy(const std::string& root, bool second) {
   std::ifstream file(root + "/proc/self/mountinfo");
+  std::optional<Mount> found;
   for (std::string line; std::getline(file, line);) {
     std::istringstream fields(line);
     std::string skipped, type, source, options;
@@ -73,9 +77,18 @@ std::optional<Mount> hierarchy(const std::string& root, bool second) {
     fields >> skipped >> skipped >> skipped >> mount.root >> mount.mountpoint;
     while (fields >> skipped && skipped != "-") continue;
     fields >> type >> source >> options;
-    if (second ? type == "cgroup2" : type == "cgroup" && names_memory(options)) return mount;
+    if (second ? type == "cgroup2" : type == "cgroup" && names_memory(options)) found = mount;
   }
-  return std::nullopt;
+  return found;
+}
+
+// Where a mount shows a group, below its mountpoint; none where it does not show it.
+std::optional<std::string> below(const Mount& mount, const std::string& group) {
+  if (mount.root == "/") return group == "/" ? "" : group;
+  if (!group.starts_with(mount.root)) return std::nullopt;
+  std::string rest = group.substr(mount.root.size());
+  if (!rest.empty() && rest.front() != '/') return std::nullopt;
+  return rest;
 }
 
 // What is left of one group's own limit.
@@ -84,8 +97,9 @@ uint64_t left_of(const std::string& directory, const Names& names) {
   const auto usage = number_in(directory + names.usage);
   if (!limit || !usage) return UINT64_MAX;
   const std::string stat = directory + "/memory.stat";
-  const uint64_t droppable =
-      number_after(stat, names.inactive, 0) + number_after(stat, names.active, 0);
+  const uint64_t droppable = number_after(stat, names.inactive, 0) +
+                             number_after(stat, names.active, 0) +
+                             number_after(stat, names.slab, 0);
   const uint64_t kept = *usage - std::min(*usage, droppable);
   return *limit - std::min(*limit, kept);
 }
@@ -95,16 +109,17 @@ uint64_t left_of_groups(const std::string& root, bool second) {
   const auto own = group(root, second);
   const auto mount = hierarchy(root, second);
   if (!own || !mount) return UINT64_MAX;
-  std::string path = *own;
   // A container may see its own group at the mountpoint, under the name it has outside.
-  if (mount->root != "/" && path.starts_with(mount->root)) path.erase(0, mount->root.size());
+  auto path = below(*mount, *own);
   uint64_t left = UINT64_MAX;
-  while (true) {
-    if (path == "/") path.clear();
-    left = std::min(left, left_of(root + mount->mountpoint + path, second ? kSecond : kFirst));
-    if (path.empty()) return left;
-    path.erase(path.rfind('/'));
+  while (path) {
+    const std::string directory = root + mount->mountpoint + *path;
+    left = std::min(left, left_of(directory, second ? kSecond : kFirst));
+    const size_t last = path->rfind('/');
+    if (last == std::string::npos) break;
+    path->erase(last);
   }
+  return left;
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ class Machine {
     const std::string folder = "/sys/fs/cgroup" + group;
     write(folder + "/memory.max", limit + "\n");
     write(folder + "/memory.current", std::to_string(usage * kMiB) + "\n");
-    write(folder + "/memory.stat", "anon 1\ninactive_file 20971520\nactive_file 10485760\n");
+    write(folder + "/memory.stat",
+          "anon 1\ninactive_file 15728640\nactive_file 10485760\nslab_reclaimable 5242880\n");
   }
 
   // The same of version 1, whose lines without "total_" leave out the groups below.
@@ -112,6 +113,24 @@ TEST_CASE("available memory: version 1 in a container that sees its group under 
                 "32 24 0:28 /docker/0123 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
   machine.first("", 200 * kMiB, 80);
   CHECK(machine.left() == 150 * kMiB);
+}
+
+TEST_CASE("available memory: a mount of somebody else's group says nothing") {
+  Machine machine;
+  machine.write("/proc/self/cgroup", "4:memory:/docker/0123\n");
+  machine.write("/proc/self/mountinfo",
+                "32 24 0:28 /docker/01 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
+  machine.first("", 200 * kMiB, 80);
+  CHECK(machine.left() == 1000 * kMiB);
+}
+
+TEST_CASE("available memory: the mount on top counts") {
+  Machine machine;
+  machine.write("/proc/self/cgroup", "0::/\n");
+  machine.write("/proc/self/mountinfo",
+                "29 24 0:26 / /elsewhere rw - cgroup2 cgroup2 rw\n" + std::string(kMountSecond));
+  machine.second("", std::to_string(50 * kMiB), 40);
+  CHECK(machine.left() == 40 * kMiB);
 }
 
 TEST_CASE("available memory: of this machine") {
