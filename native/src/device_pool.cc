@@ -62,8 +62,9 @@ void ObjectPool::refill_soon() {
   worker_.post([this] { refill(); });
 }
 
-uint32_t ObjectPool::missing() const {
+uint32_t ObjectPool::missing(uint64_t* asked) const {
   MutexLock lock(mutex_);
+  *asked = served_ + waiting_.size();
   const size_t wanted = objects_ready_ + waiting_.size();
   const size_t missing = wanted > ready_.size() ? wanted - ready_.size() : 0;
   return static_cast<uint32_t>(std::min<size_t>(missing, kBatchObjectsMax));
@@ -71,8 +72,9 @@ uint32_t ObjectPool::missing() const {
 
 void ObjectPool::refill() {
   int error = 0;
+  uint64_t asked = 0;
   while (error == 0) {
-    const uint32_t count = missing();
+    const uint32_t count = missing(&asked);
     if (count == 0) break;
     std::vector<uint64_t> ids;
     error = make(count, &ids);
@@ -82,8 +84,8 @@ void ObjectPool::refill() {
     }
     deliver();
   }
-  // Without objects those who wait learn why; the next take() tries again.
-  if (error != 0) fail(error);
+  // Without objects those who waited learn why; who came meanwhile is tried for again.
+  if (error != 0) fail(error, asked);
   MutexLock lock(mutex_);
   refilling_ = false;
   if (!waiting_.empty()) refill_soon();
@@ -122,6 +124,7 @@ void ObjectPool::deliver() {
       if (waiting_.empty() || ready_.empty()) return;
       done = std::move(waiting_.front());
       waiting_.pop_front();
+      ++served_;
       id = ready_.front();
       ready_.pop_front();
     }
@@ -129,13 +132,16 @@ void ObjectPool::deliver() {
   }
 }
 
-void ObjectPool::fail(int error) {
-  std::deque<Done> waiting;
+void ObjectPool::fail(int error, uint64_t asked) {
+  std::deque<Done> failed;
   {
     MutexLock lock(mutex_);
-    waiting.swap(waiting_);
+    for (; served_ < asked && !waiting_.empty(); ++served_) {
+      failed.push_back(std::move(waiting_.front()));
+      waiting_.pop_front();
+    }
   }
-  for (const Done& done : waiting) done(error, nullptr, 0);
+  for (const Done& done : failed) done(error, nullptr, 0);
 }
 
 }  // namespace fpfs

@@ -33,10 +33,11 @@ class ObjectPool {
  private:
   void refill_soon() REQUIRES(mutex_);
   void refill() EXCLUDES(mutex_);
-  uint32_t missing() const EXCLUDES(mutex_);
+  // How many objects are to be made; `asked`: all takes that waited so far, for fail().
+  uint32_t missing(uint64_t* asked) const EXCLUDES(mutex_);
   int make(uint32_t count, std::vector<uint64_t>* ids);
   void deliver() EXCLUDES(mutex_);
-  void fail(int error) EXCLUDES(mutex_);
+  void fail(int error, uint64_t asked) EXCLUDES(mutex_);
 
   ObjectDirectory& directory_;
   OpenFiles& files_;
@@ -47,6 +48,7 @@ class ObjectPool {
   mutable Mutex mutex_;
   std::deque<uint64_t> ready_ GUARDED_BY(mutex_);
   std::deque<Done> waiting_ GUARDED_BY(mutex_);
+  uint64_t served_ GUARDED_BY(mutex_) = 0;  // takes that waited and wait no more
   bool refilling_ GUARDED_BY(mutex_) = false;
 };
 
