@@ -217,6 +217,10 @@ class Harness {
     if (opcode == FUSE_COPY_FILE_RANGE) {
       body->resize(sizeof(fuse_copy_file_range_in));
       std::memcpy(body->data() + offsetof(fuse_copy_file_range_in, fh_out), &value, sizeof value);
+      uint64_t bytes = 0;  // what is copied takes room too
+      std::memcpy(&bytes, body->data() + offsetof(fuse_copy_file_range_in, len), sizeof bytes);
+      bytes %= 4 * kChunkBytes;
+      std::memcpy(body->data() + offsetof(fuse_copy_file_range_in, len), &bytes, sizeof bytes);
     }
   }
 
