@@ -93,15 +93,15 @@ test: setup $(STAMPS)/tools-test test-native ## All tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: test-native
-test-native: setup ## The C++ tests, without sanitizer
+test-native: setup $(STAMPS)/tools-test ## The C++ tests, without sanitizer
 	@$(call native_tests,build/native,)
 
 .PHONY: test-asan
-test-asan: setup ## The C++ tests under the address and undefined behaviour sanitizers
+test-asan: setup $(STAMPS)/tools-test ## The C++ tests under the address and undefined behaviour sanitizers
 	@$(call native_tests,build/asan,address)
 
 .PHONY: test-tsan
-test-tsan: setup ## The C++ tests under the thread sanitizer
+test-tsan: setup $(STAMPS)/tools-test ## The C++ tests under the thread sanitizer
 	@$(call native_tests,build/tsan,thread)
 
 # Where there is all that the native tests need, none may be skipped.
