@@ -283,10 +283,10 @@ async def test_a_flush_does_not_wait_for_those_who_overwrite_meanwhile(
                 await mount.namespace.entries.unlink(ROOT, b"gone")
             await remove(objects)
 
-        for _ in range(2):
-            await mount.write_file("file", bytes(LARGE))
-            await mount.commit.make_names_durable()
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.flush_all()
         monkeypatch.setattr(mount.engine, "remove_objects", overwrite_and_remove)
+        await mount.write_file("file", bytes(LARGE))
         await mount.commit.flush_all()
         assert 1 <= overwritten < OVERWRITES_MAX
 
