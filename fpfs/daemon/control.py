@@ -181,16 +181,20 @@ class ControlServer:
         self._waiting_for_end += 1
         try:
             await self._ended.wait()
-            failed = [
-                failure.message
-                for failure in self._final.failures
-                if request.verb is Verb.WAIT and failure.ino in (0, request.ino)
-            ]
-            await self._send(stream, Reply(error=failed[0]) if failed else _reply(self._final))
+            await self._send(stream, self._reply_at_end(request))
         finally:
             self._waiting_for_end -= 1
             if not self._waiting_for_end:
                 self._told_everybody.set()
+
+    def _reply_at_end(self, request: Request) -> Reply:
+        """What the end left; who waits for one file is not told of others."""
+        if request.verb is not Verb.WAIT:
+            return _reply(self._final)
+        for failure in self._final.failures:
+            if failure.ino in (0, request.ino):
+                return Reply(error=failure.message)
+        return _reply(Flushed())
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")

@@ -300,7 +300,7 @@ class Server:
     def _give_up(self) -> None:
         """Stop now, after saying what that loses."""
         if self._closing:
-            _log.error("stopped by a second SIGINT while closing: everything was flushed before")
+            _log.error("stopped by a second SIGINT while closing, after the last flush")
             logging.shutdown()
             os._exit(EXIT_GAVE_UP)
         staged = self._engine.statistics()["staging"]["bytes_used"]  # type: ignore[index]

@@ -102,5 +102,6 @@ async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path:
             await trio.testing.wait_all_tasks_blocked(0.01)
             await control.announce_end(final)
     assert {reply.error for reply in replies.values()} == {""}
+    assert msgspec.json.decode(replies[Verb.WAIT].result, type=Flushed) == Flushed()
     assert msgspec.json.decode(replies[Verb.FLUSH].result, type=Flushed) == final
     assert msgspec.json.decode(replies[Verb.END].result, type=Flushed) == final
