@@ -96,10 +96,10 @@ class Throttle:
 
 def find_throttle(*, mountinfo: Path = MOUNTINFO, own_cgroups: Path = OWN_CGROUPS) -> Throttle:
     """The throttle of this machine. ThrottleError if there is none or it cannot be written."""
-    mount = _controller_mount(mountinfo, filesystem="cgroup", option="blkio")
+    mount = controller_mount(mountinfo, filesystem="cgroup", option="blkio")
     if mount is not None:
         return _version_1(mount, own_cgroups)
-    mount = _controller_mount(mountinfo, filesystem="cgroup2", option=None)
+    mount = controller_mount(mountinfo, filesystem="cgroup2", option=None)
     if mount is not None and "io" in _words(mount / "cgroup.controllers"):
         return _version_2(mount, own_cgroups)
     raise ThrottleError(
@@ -141,7 +141,8 @@ def _version_2(mount: Path, own_cgroups: Path) -> Throttle:
     )
 
 
-def _controller_mount(mountinfo: Path, *, filesystem: str, option: str | None) -> Path | None:
+def controller_mount(mountinfo: Path, *, filesystem: str, option: str | None) -> Path | None:
+    """Where a hierarchy is mounted: ``cgroup2``, or ``cgroup`` with a controller `option`."""
     for line in mountinfo.read_text().splitlines():
         before, after = line.split(" - ", 1)
         kind, _, super_options = after.split(" ", 2)

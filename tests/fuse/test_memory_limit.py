@@ -11,25 +11,20 @@ import pytest
 
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import check_fpfs, run_fpfs
+from fpfs.testing.throttle import MOUNTINFO, OWN_CGROUPS, controller_mount
 
 LIMIT_BYTES = 192 * 1024**2
 
 
 def memory_hierarchy() -> tuple[Path, str] | None:
     """The folder of this process's memory cgroup, and the name of a limit's file there."""
-    groups = dict(
-        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
-    )
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        root, mountpoint = line.split(" ")[3:5]
-        kind, _, options = line.split(" - ")[1].split(" ")
-        if kind == "cgroup" and "memory" in options.split(","):
-            path, limit = groups["memory"], "memory.limit_in_bytes"
-        elif kind == "cgroup2" and "memory" not in groups:
-            path, limit = groups[""], "memory.max"
-        else:
-            continue
-        return Path(mountpoint, path.removeprefix(root).lstrip("/")), limit
+    groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
+    mount = controller_mount(MOUNTINFO, filesystem="cgroup", option="memory")
+    if mount is not None:
+        return mount / groups["memory"].lstrip("/"), "memory.limit_in_bytes"
+    mount = controller_mount(MOUNTINFO, filesystem="cgroup2", option=None)
+    if mount is not None:
+        return mount / groups[""].lstrip("/"), "memory.max"
     return None
 
 
