@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,11 @@ _terminal_fd = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep a way to the terminal that capturing does not hide."""
+    """Keep a way to the terminal that capturing does not hide, and let commands be interrupted.
+
+    What a shell starts in the background ignores SIGINT, and so does everything it starts.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_terminal_fd] = os.dup(2)
 
 
