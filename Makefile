@@ -129,6 +129,11 @@ fuzz: setup $(STAMPS)/tools-fuzz ## Fuzz the parser of FUSE requests (clang), FU
 	  mkdir -p build/corpus/$$(basename $$target); \
 	  $$target -max_total_time=$(FUZZ_SECONDS) build/corpus/$$(basename $$target) || exit 1; done
 
+KILLS ?= 200
+.PHONY: kill
+kill: setup ## Kill the server KILLS times under programs that use the mount
+	$(VENV)/bin/python -m tests.crash.kill --kills $(KILLS)
+
 SOAK_SECONDS ?= 300
 .PHONY: soak
 soak: setup ## Random operations on a mount and a plain directory, compared, for minutes

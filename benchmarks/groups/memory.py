@@ -22,8 +22,8 @@ PAGE_CACHE_MIB_MAX = 256
 """Room for whatever else the machine reads meanwhile; 20 GiB are written."""
 
 
-def fpfs_pids(server_pid: int) -> list[int]:
-    """The server and all its descendants."""
+def fpfs_pids(keeper_pid: int) -> list[int]:
+    """The keeper and all its descendants: the server."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -32,7 +32,7 @@ def fpfs_pids(server_pid: int) -> list[int]:
             # The name in parentheses may hold spaces; the parent is the second field after it.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [server_pid]
+    found = [keeper_pid]
     for pid in found:
         found += children.get(pid, [])
     return found
@@ -79,7 +79,7 @@ class Peak:
 
 def _write_and_watch(mount: FpfsMount, worker: Worker, *, total_bytes: int) -> Peak:
     path = mount.path / "large.bin"
-    pids = fpfs_pids(mount.status()["server_pid"])
+    pids = fpfs_pids(mount.status()["keeper_pid"])
     drop_caches()
     peak = Peak()
     ended = threading.Event()

@@ -73,7 +73,8 @@ def _show_status(found: Status) -> None:
     console = open_console()
     console.print(
         f"{found.mountpoint}: fpfs {found.version}, filesystem {found.filesystem_id},"
-        f" server {found.server_pid}, answers {found.ack}, log {found.log or 'on stderr'}",
+        f" server {found.server_pid} (keeper {found.keeper_pid}, {found.restarts} restarts),"
+        f" answers {found.ack}, log {found.log or 'on stderr'}",
         highlight=False,
         soft_wrap=True,
     )

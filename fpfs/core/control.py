@@ -112,6 +112,8 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
 
     version: str
     server_pid: int
+    keeper_pid: int
+    restarts: int
     filesystem_id: str
     mountpoint: str
     started_unix_s: float

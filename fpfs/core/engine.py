@@ -62,7 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     in this filesystem; object names made by this engine start at ``object_base << 32``.
     `arena_path` names a file on tmpfs that the engine creates (mode 0600), or "" for a memfd.
     `cpu_latency_path` is ``/dev/cpu_dma_latency`` where processors are to be kept out of deep idle
-    states while requests come in bursts, or "".
+    states while requests come in bursts, or "". With `take_over` the arena is there already: a
+    server that died left it, and `Engine.left` says what it holds.
     """
 
     devices: tuple[DeviceConfig, ...]
@@ -77,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve_bytes: int = RESERVE_BYTES
     ack: str = "early"
     cpu_latency_path: str = ""
+    take_over: bool = False
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +137,29 @@ class Snapshot(NamedTuple):
     garbage: Sequence[Range]
 
 
+class LeftHandle(NamedTuple):
+    """An open file that a server that died had promised to the kernel.
+
+    `request` is the number of the request that it is the answer to.
+    """
+
+    handle: int
+    ino: int
+    flags: int
+    request: int
+
+
+class Left(NamedTuple):
+    """What a server that died left in the arena.
+
+    `inos` are inodes with changes that the catalog may not know of, in the order in which their
+    last writers closed them (those that are open: of their last change).
+    """
+
+    handles: Sequence[LeftHandle]
+    inos: Sequence[int]
+
+
 class SyncWrite(NamedTuple):
     """A write on an O_SYNC or O_DSYNC handle was staged and waits to be answered."""
 
@@ -187,8 +212,29 @@ class Engine(Protocol):
     async def drop(self, ino: int) -> Sequence[ObjectId]:
         """Forget a deleted inode, unsaved bytes included; returns every object it held."""
 
-    def open(self, handle: int, ino: int, *, flags: int) -> None:
-        """Register an open handle with its open(2) flags before the kernel learns of it."""
+    def open(self, handle: int, ino: int, *, flags: int, request: int) -> None:
+        """Register an open handle with its open(2) flags before the kernel learns of it.
+
+        `request` is the number of the request that asks for it.
+        """
+
+    def left(self) -> Left:
+        """What a server that died left, to be taken over before anything is served."""
+
+    async def recover(self, ino: int) -> None:
+        """Put what is left of a loaded inode on top of its committed content. ENOSPC."""
+
+    def abandon(self, ino: int) -> None:
+        """Forget what is left of an inode that does not exist any more."""
+
+    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
+        """Take over a handle that was left; its inode is loaded."""
+
+    def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:
+        """Keep what a successor has to know of a handle that the engine does not serve."""
+
+    def forget(self, handle: int) -> None:
+        """Forget a handle that was left or recorded."""
 
     def release(self, handle: int) -> bool:
         """Forget a handle that the kernel will not release any more. False when it just did."""
@@ -237,9 +283,11 @@ class Engine(Protocol):
     def events(self) -> AsyncIterator[Event]:
         """Everything the engine reports, in order; ends after `close`."""
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
         """Start the channel on a /dev/fuse descriptor (taken over); returns the descriptor that
-        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3."""
+        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. With `resume`
+        another server served the connection before: the kernel is asked for what it left
+        unanswered."""
 
     def statistics(self) -> Mapping[str, object]:
         """Counters and gauges: ``staging`` (bytes_used, bytes_total, pinned), ``devices`` (by
@@ -266,6 +314,7 @@ class NativeEngine:
             reserve_bytes=config.reserve_bytes,
             ack=config.ack,
             cpu_latency_path=config.cpu_latency_path,
+            take_over=config.take_over,
         )
         self._waiting: dict[int, _Completion] = {}
         self._send, self._receive = trio.open_memory_channel[Event](65536)
@@ -341,9 +390,34 @@ class NativeEngine:
         objects = await self._completion(self._native.drop(ino))
         return [ObjectId(*key) for key in objects]
 
-    def open(self, handle: int, ino: int, *, flags: int) -> None:
+    def open(self, handle: int, ino: int, *, flags: int, request: int) -> None:
         """See `Engine.open`."""
-        self._native.open(handle, ino, flags)
+        self._native.open(handle, ino, flags, request)
+
+    def left(self) -> Left:
+        """See `Engine.left`."""
+        handles, inos = self._native.left()
+        return Left([LeftHandle(*fields) for fields in handles], inos)
+
+    async def recover(self, ino: int) -> None:
+        """See `Engine.recover`."""
+        await self._completion(self._native.recover(ino))
+
+    def abandon(self, ino: int) -> None:
+        """See `Engine.abandon`."""
+        self._native.abandon(ino)
+
+    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
+        """See `Engine.adopt`."""
+        self._native.adopt(handle, ino, flags)
+
+    def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:
+        """See `Engine.record`."""
+        self._native.record_handle(handle, ino, flags, request)
+
+    def forget(self, handle: int) -> None:
+        """See `Engine.forget`."""
+        self._native.forget_handle(handle)
 
     def release(self, handle: int) -> bool:
         """See `Engine.release`."""
@@ -412,9 +486,9 @@ class NativeEngine:
         async for event in self._receive:
             yield event
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
         """See `Engine.serve`."""
-        return self._native.serve(fuse_fd, directories)
+        return self._native.serve(fuse_fd, directories, resume)
 
     def statistics(self) -> Mapping[str, object]:
         """See `Engine.statistics`."""

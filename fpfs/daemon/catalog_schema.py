@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 LOG_BYTES_KEPT = 4 * 1024 * 1024
@@ -73,6 +73,9 @@ TABLES = (
     """CREATE TABLE removals (
         id INTEGER PRIMARY KEY, device INTEGER NOT NULL, object INTEGER NOT NULL,
         block INTEGER NOT NULL, count INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT""",
+    # What requests of this connection came to, for a server that takes over (see `requests`).
+    """CREATE TABLE requests (
+        slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL) STRICT""",
 )
 
 
@@ -234,6 +237,11 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     if application_id != APPLICATION_ID:
         raise CatalogError(f"{path} is not a catalog of fpfs")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 1:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(TABLES[-1])
+        connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+        connection.execute("COMMIT")
     if version > FORMAT_VERSION:
         raise CatalogTooNew(
             f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}",

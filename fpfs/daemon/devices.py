@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
 from collections.abc import Sequence
@@ -75,9 +76,15 @@ class DeviceSet:
         return self.devices[0].path
 
     def close(self) -> None:
-        """Unlock the directories."""
+        """Unlock the directories, also where another process holds the same descriptors."""
         while self._lock_fds:
+            fcntl.flock(self._lock_fds[-1], fcntl.LOCK_UN)
             os.close(self._lock_fds.pop())
+
+    @property
+    def lock_fds(self) -> tuple[int, ...]:
+        """The descriptors that hold the locks, in the order in which the devices were named."""
+        return tuple(self._lock_fds)
 
     def __enter__(self) -> DeviceSet:
         """Return the set; leaving the block closes it."""
@@ -100,14 +107,17 @@ def open_devices(
     asked: str,
     adopt: bool = False,
     may_format: bool = True,
+    held_fds: Sequence[int] = (),
+    holder_pid: int = 0,
 ) -> DeviceSet:
     """Lock device directories, format them when all are empty, and check that they fit together.
 
     `adopt` accepts directories that were copied or moved to another filesystem; without
-    `may_format`, empty ones are refused. Raises `Refused`.
+    `may_format`, empty ones are refused. `held_fds` hold the locks of all of them already, and are
+    taken over; else `holder_pid` is named as their holder. Raises `Refused`.
     """
     resolved = _check_paths(paths, asked=asked)
-    lock_fds: list[int] = []
+    lock_fds: list[int] = list(held_fds)
     try:
         stamps = [read_stamp(path, asked=asked) for path in resolved]
         fresh = [stamp is None for stamp in stamps]
@@ -121,8 +131,10 @@ def open_devices(
                 wrong=f"{resolved[0]} is empty, and a read-only mount does not format",
                 remedy="mount it writable once, or run fpfs format",
             )
-        for path in resolved:
-            lock_fds += [lock_directory(path, mountpoint=mountpoint, asked=asked)]
+        for path in resolved[len(lock_fds) :]:
+            lock_fds += [
+                lock_directory(path, mountpoint=mountpoint, asked=asked, holder_pid=holder_pid)
+            ]
         if all(fresh):
             known: Sequence[Stamp] = _format(resolved, asked=asked)
         else:

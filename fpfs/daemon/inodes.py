@@ -42,6 +42,9 @@ NAMES_MAX = 100_000
 NAMES_LISTED_MAX = 1024
 """Names of a directory that are worth reading to answer the lookups that follow."""
 
+LOOKUPS_UNKNOWN = 1 << 62
+"""References that the kernel may hold since before this process served it."""
+
 EMPTY = Content(b"", [])
 """The content of a file without size and without preallocated space: not worth a query."""
 
@@ -149,6 +152,8 @@ class InodeTable:
         )
         """Names and attributes that the channel answers for. A directory's set of names, when there
         is one, is complete as of the last transaction that was delivered."""
+        self.lookups_known = True
+        """Whether this process has counted the kernel's references from the start."""
         self.count = catalog.inode_count_at_open
         """Inodes of the filesystem, in memory or not."""
 
@@ -265,7 +270,9 @@ class InodeTable:
         inode = self._inodes.get(ino)
         if inode is None:
             return
-        if lookups > inode.lookups:
+        if inode.lookups == LOOKUPS_UNKNOWN:
+            lookups = inode.lookups  # the kernel forgets all that it ever took
+        elif lookups > inode.lookups and self.lookups_known:
             # The kernel's count is the one that holds; the filesystem must not end for it.
             log.error("inode %d forgotten %d times, known %d times", ino, lookups, inode.lookups)
         inode.lookups = max(inode.lookups - lookups, 0)

@@ -262,7 +262,7 @@ def stop(mountpoint: str) -> Flushed:
         raise Refused(
             asked=asked,
             wrong=f"its server was gone ({refused.wrong}); the mount is taken away",
-            remedy="mount again; what was not durable yet is lost, previous versions stay",
+            remedy="mount again: what was acknowledged comes back as long as the machine runs",
         ) from None
     with ending, ControlClient(entry, asked=asked) as flushing:
         # Asked before the unmount: a server with nothing left to do ends at once after it, and

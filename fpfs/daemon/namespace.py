@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_entries import Caller
     from fpfs.daemon.namespace_files import Opened
+    from fpfs.daemon.requests import Requests
 
 
 class Namespace:
@@ -67,6 +68,7 @@ class Namespace:
         inodes: InodeTable,
         commit: Commit,
         policy: Policy,
+        requests: Requests,
         device_paths: Mapping[int, Path],
     ) -> None:
         """Build the parts. `device_paths` are the device directories by number, for statfs."""
@@ -81,10 +83,11 @@ class Namespace:
             commit=commit,
             files=self.files,
             policy=policy,
+            requests=requests,
             space=self._space,
         )
-        self.directories = Directories(catalog=catalog, inodes=inodes, commit=commit)
-        self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes)
+        self.directories = Directories(catalog=catalog, engine=engine, inodes=inodes, commit=commit)
+        self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes, requests=requests)
 
     def catch_up(self) -> None:
         """Follow what the engine has answered by itself; comes before whatever happened later."""
@@ -165,7 +168,7 @@ class Namespace:
     async def open_file(self, ino: int, *, flags: int, caller: Caller) -> Opened:
         """Open a regular file, truncated if the flags say so. Raises as `Files.open`."""
         inode = self._inodes.cached(ino) or await self._inodes.get(ino)
-        opened = await self.files.open(inode, flags=flags)
+        opened = await self.files.open(inode, flags=flags, request=caller.request)
         if flags & os.O_TRUNC:
             await self._lose_privileges(inode, caller)
         return opened

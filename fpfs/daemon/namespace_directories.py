@@ -13,14 +13,17 @@ their inodes are held until the front end has taken its references.
 from __future__ import annotations
 
 import itertools
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.errors import NotADirectory, StaleHandle
 from fpfs.daemon.catalog_names import Entry, list_entries
+from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 OFFSET_SELF = 1
 OFFSET_PARENT = 2
 BATCH_ENTRIES = 64
+
+HANDLE_FIRST = 1 << 48
+"""Handles of directories begin here, those of files at 1: the engine records both."""
 
 
 class Listed(NamedTuple):
@@ -51,24 +57,44 @@ class _Handle:
 class Directories:
     """All open directories."""
 
-    def __init__(self, *, catalog: Catalog, inodes: InodeTable, commit: Commit) -> None:
+    def __init__(
+        self, *, catalog: Catalog, engine: Engine, inodes: InodeTable, commit: Commit
+    ) -> None:
         """Start without open directories."""
         self._catalog = catalog
+        self._engine = engine
         self._inodes = inodes
         self._commit = commit
         self._handles: dict[int, _Handle] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(HANDLE_FIRST)
+        self._unanswered: dict[int, int] = {}
+        """Handles of a server that died, by the numbers of the requests that asked for them."""
 
-    async def open(self, ino: int) -> int:
+    async def open(self, ino: int, *, request: int = 0) -> int:
         """Open a directory; returns its handle. Raises `NoSuchEntry`, `NotADirectory`."""
+        if request & RESENT and (handle := self._unanswered.pop(request & ~RESENT, 0)):
+            return handle
         inode = await self._inodes.get(ino)
         if not inode.is_directory:
             raise NotADirectory(f"inode {ino} is not a directory")
+        handle = next(self._numbers)
+        self._engine.record(handle, ino, flags=os.O_DIRECTORY, request=request)
         inode.users += 1
         inode.handles += 1
-        handle = next(self._numbers)
         self._handles[handle] = _Handle(inode)
         return handle
+
+    def adopt(self, handle: int, inode: Inode, *, request: int) -> None:
+        """Take over a handle that a server that died had given out.
+
+        A listing that was under way ends where the directory ends when it goes on. The kernel may
+        not know the handle yet: then it asks again, with the same request.
+        """
+        self._unanswered[request & ~RESENT] = handle
+        inode.users += 1
+        inode.handles += 1
+        self._handles[handle] = _Handle(inode)
+        self._numbers = itertools.count(max(next(self._numbers), handle + 1))
 
     async def read(self, handle: int, offset: int, emit: Callable[[Listed], bool]) -> None:
         """List entries behind `offset` (0: from the start) until `emit` returns False.
@@ -134,6 +160,7 @@ class Directories:
         """Forget a handle."""
         inode = self._opened(handle).inode
         del self._handles[handle]
+        self._engine.forget(handle)
         inode.handles -= 1
         self._inodes.release(inode)
 

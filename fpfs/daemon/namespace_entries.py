@@ -33,14 +33,16 @@ if TYPE_CHECKING:
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_files import Files, Opened
+    from fpfs.daemon.requests import Requests
     from fpfs.daemon.space import DeviceSpace
 
 
 class Caller(NamedTuple):
-    """Who asks: the filesystem user and group of the calling process."""
+    """Who asks: the filesystem user and group of the calling process, and the request's number."""
 
     uid: int
     gid: int
+    request: int = 0
 
 
 class Entries:
@@ -54,6 +56,7 @@ class Entries:
         commit: Commit,
         files: Files,
         policy: Policy,
+        requests: Requests,
         space: DeviceSpace,
     ) -> None:
         """Place new files by `policy`; give space back at once when `space` is tight."""
@@ -61,6 +64,7 @@ class Entries:
         self._inodes = inodes
         self._commit = commit
         self._files = files
+        self._requests = requests
         self._space = space
         self._layouts = _stored_layouts(policy)
 
@@ -104,7 +108,7 @@ class Entries:
                 raise
             inode = await self._find(parent, name)
         try:
-            return inode, await self._files.open(inode, flags=flags)
+            return inode, await self._files.open(inode, flags=flags, request=caller.request)
         except BaseException:
             # The kernel learns of an error and not of the inode.
             self._inodes.forget(inode.ino, 1)
@@ -134,6 +138,8 @@ class Entries:
         layout: bytes | None = None,
     ) -> Inode:
         _check_name(name)
+        if (ino := self._requests.outcome(caller.request)) is not None:
+            return await self._again(ino)
         directory = self._inodes.cached(parent) or await self._inodes.get(parent)
         gid = caller.gid
         if directory.mode & stat.S_ISGID:
@@ -152,16 +158,25 @@ class Entries:
                 self._inodes.directories.listed(ino, [])
             return inode
 
-        return await self._catalog.write(
-            lambda t: catalog_names.make(t, parent, name, new), apply=made
+        make = self._requests.recording(
+            caller.request, lambda t: catalog_names.make(t, parent, name, new)
         )
+        return await self._catalog.write(make, apply=made)
 
-    async def link(self, ino: int, parent: int, name: bytes) -> Inode:
+    async def _again(self, ino: int) -> Inode:
+        """The inode that a request came to whose answer the kernel did not get."""
+        inode = await self._inodes.get(ino)
+        inode.lookups += 1
+        return inode
+
+    async def link(self, ino: int, parent: int, name: bytes, *, request: int = 0) -> Inode:
         """Give an inode another name; returns it with one more kernel reference.
 
         Raises `EntryExists`, `NotPermitted`, `TooManyLinks`, `NoSuchEntry`, `NameTooLong`.
         """
         _check_name(name)
+        if self._requests.outcome(request) is not None:
+            return await self._again(ino)
         inode = await self._inodes.get(ino)
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
@@ -174,16 +189,19 @@ class Entries:
             self._inodes.names_changed(directory, now_ns)
             return inode
 
-        return await self._catalog.write(
-            lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns), apply=linked
+        link = self._requests.recording(
+            request, lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns)
         )
+        return await self._catalog.write(link, apply=linked)
 
-    async def unlink(self, parent: int, name: bytes) -> None:
+    async def unlink(self, parent: int, name: bytes, *, request: int = 0) -> None:
         """Remove a name of anything but a directory.
 
         Raises `NoSuchEntry`, `IsADirectory`, `NameTooLong`. The inode goes when nothing uses it.
         """
         _check_name(name)
+        if self._requests.outcome(request) is not None:
+            return
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
 
@@ -193,18 +211,19 @@ class Entries:
             self._lost_name(removed, now_ns)
             return removed
 
-        await self._let_go(
-            await self._catalog.write_urgently(
-                lambda t: catalog_names.unlink(t, parent, name, now_ns=now_ns), apply=unlinked
-            )
+        unlink = self._requests.recording(
+            request, lambda t: catalog_names.unlink(t, parent, name, now_ns=now_ns)
         )
+        await self._let_go(await self._catalog.write_urgently(unlink, apply=unlinked))
 
-    async def remove_directory(self, parent: int, name: bytes) -> None:
+    async def remove_directory(self, parent: int, name: bytes, *, request: int = 0) -> None:
         """Remove an empty directory.
 
         Raises `NoSuchEntry`, `NotADirectory`, `DirectoryNotEmpty`, `NameTooLong`.
         """
         _check_name(name)
+        if self._requests.outcome(request) is not None:
+            return
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
 
@@ -214,15 +233,18 @@ class Entries:
             self._lost_name(removed, now_ns)
             return removed
 
-        await self._let_go(
-            await self._catalog.write_urgently(
-                lambda t: catalog_names.remove_directory(t, parent, name, now_ns=now_ns),
-                apply=unlinked,
-            )
+        remove = self._requests.recording(
+            request, lambda t: catalog_names.remove_directory(t, parent, name, now_ns=now_ns)
         )
+        await self._let_go(await self._catalog.write_urgently(remove, apply=unlinked))
 
     async def rename(
-        self, source: tuple[int, bytes], destination: tuple[int, bytes], mode: RenameMode
+        self,
+        source: tuple[int, bytes],
+        destination: tuple[int, bytes],
+        mode: RenameMode,
+        *,
+        request: int = 0,
     ) -> None:
         """Move a name; each place is (directory, name). Meanings and errors as renameat2(2).
 
@@ -230,6 +252,8 @@ class Entries:
         """
         _check_name(source[1])
         _check_name(destination[1])
+        if self._requests.outcome(request) is not None:
+            return
         await self._commit_pending(*source)
         if mode is RenameMode.EXCHANGE:
             await self._commit_pending(*destination)
@@ -246,10 +270,11 @@ class Entries:
                 self._inodes.directories.removed(*source)
             return done
 
-        done = await self._catalog.write(
+        rename = self._requests.recording(
+            request,
             lambda t: catalog_names.rename(t, source, destination, mode=mode, now_ns=now_ns),
-            apply=renamed,
         )
+        done = await self._catalog.write(rename, apply=renamed)
         if done.replaced is not None:
             await self._let_go(done.replaced)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.errors import FileTooLarge, StaleHandle
 from fpfs.core.limits import FILE_BYTES_MAX
 from fpfs.core.policy import Acknowledge
+from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
@@ -55,6 +56,8 @@ class Files:
         self._commit = commit
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(1)
+        self._unanswered: dict[int, int] = {}
+        """Handles of a server that died, by the numbers of the requests that asked for them."""
         self.writers = 0
         """Writable handles of all inodes."""
 
@@ -63,20 +66,31 @@ class Files:
         """How many handles are open."""
         return len(self._handles)
 
-    async def open(self, inode: Inode, *, flags: int) -> Opened:
+    async def open(self, inode: Inode, *, flags: int, request: int = 0) -> Opened:
         """Open a regular file that the kernel refers to, truncating it if the flags say so.
 
         Raises `DamagedData` when its map cannot be trusted, `NoSpace`.
         """
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        handle = self._unanswered.pop(request & ~RESENT, 0) if request & RESENT else 0
+        if not handle:
+            handle = await self._open(inode, flags=flags, writable=writable, request=request)
+        if flags & os.O_TRUNC:
+            # A writer from now on: a close of another while this waits for its turn queues nothing.
+            await self._truncate_opened(handle, inode)
+            if inode.writers == 0:
+                self._commit.truncated(inode)
+        return Opened(handle, self._keep_cache(inode, writable=writable))
+
+    async def _open(self, inode: Inode, *, flags: int, writable: bool, request: int) -> int:
         inode.users += 1
         handle = next(self._numbers)
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             await self._inodes.load(inode)
             if writable:
                 # What was closed is a version: nothing of this writer may get into it.
                 await self._commit.wait_drain_begun(inode)
-            self._engine.open(handle, inode.ino, flags=flags)
+            self._engine.open(handle, inode.ino, flags=flags, request=request)
         except BaseException:
             self._inodes.release(inode)
             raise
@@ -85,12 +99,7 @@ class Files:
         if writable:
             inode.writers += 1
             self.writers += 1
-        if flags & os.O_TRUNC:
-            # A writer from now on: a close of another while this waits for its turn queues nothing.
-            await self._truncate_opened(handle, inode)
-            if inode.writers == 0:
-                self._commit.truncated(inode)
-        return Opened(handle, self._keep_cache(inode, writable=writable))
+        return handle
 
     async def _truncate_opened(self, handle: int, inode: Inode) -> None:
         try:
@@ -98,6 +107,22 @@ class Files:
         except BaseException:
             self.release(handle)
             raise
+
+    def adopt(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
+        """Take over a handle that a server that died had given out; the inode is loaded.
+
+        The kernel may not know it yet: then it asks again, with the same request.
+        """
+        self._unanswered[request & ~RESENT] = handle
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        self._engine.adopt(handle, inode.ino, flags=flags)
+        self._handles[handle] = _Handle(inode, writable)
+        self._numbers = itertools.count(max(next(self._numbers), handle + 1))
+        inode.users += 1
+        inode.handles += 1
+        if writable:
+            inode.writers += 1
+            self.writers += 1
 
     def _keep_cache(self, inode: Inode, *, writable: bool) -> bool:
         """Whether pages that the kernel kept from an earlier open show the content as it is."""

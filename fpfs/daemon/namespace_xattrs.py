@@ -26,6 +26,7 @@ from fpfs.daemon.catalog_attributes import fetch_xattr, list_xattrs, remove_xatt
 if TYPE_CHECKING:
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.inodes import InodeTable
+    from fpfs.daemon.requests import Requests
 
 KEPT_NAMESPACES = frozenset({b"user", b"trusted", b"security"})
 
@@ -33,14 +34,18 @@ KEPT_NAMESPACES = frozenset({b"user", b"trusted", b"security"})
 class ExtendedAttributes:
     """Extended attributes of inodes."""
 
-    def __init__(self, *, catalog: Catalog, inodes: InodeTable) -> None:
+    def __init__(self, *, catalog: Catalog, inodes: InodeTable, requests: Requests) -> None:
         """Keep what is needed."""
         self._catalog = catalog
+        self._requests = requests
         self._inodes = inodes
 
-    async def get(self, ino: int, name: bytes) -> bytes:
+    async def get(self, ino: int, name: bytes, *, request: int = 0) -> bytes:
         """Return a value. Raises `NoAttribute`, `Unsupported`."""
         _check_name(name)
+        if self._requests.outcome(request) is not None:
+            # pyfuse3 asks before it sets what must not exist: it did not, when that was done.
+            raise NoAttribute(f"inode {ino} had no attribute {name!r}")
         inode = self._inodes.cached(ino) or await self._inodes.get(ino)
         if not inode.has_xattrs:
             # Asked by the kernel before writes (security.capability): without the catalog.
@@ -54,7 +59,7 @@ class ExtendedAttributes:
             return []
         return await self._catalog.read(lambda t: list_xattrs(t, ino))
 
-    async def set(self, ino: int, name: bytes, value: bytes) -> None:
+    async def set(self, ino: int, name: bytes, value: bytes, *, request: int = 0) -> None:
         """Set a value. Raises `Unsupported`, `ValueTooLarge`, `NoSpace`."""
         _check_name(name)
         if len(value) > XATTR_VALUE_BYTES_MAX:
@@ -66,15 +71,23 @@ class ExtendedAttributes:
         # Before the write, so that a reader beside it does not miss it.
         inode.has_xattrs = True
         self._inodes.changed(inode, ctime_ns=now_ns)
-        await self._catalog.write(lambda t: store_xattr(t, ino, name, value, ctime_ns=now_ns))
+        store = self._requests.recording(
+            request, lambda t: store_xattr(t, ino, name, value, ctime_ns=now_ns)
+        )
+        await self._catalog.write(store)
 
-    async def remove(self, ino: int, name: bytes) -> None:
+    async def remove(self, ino: int, name: bytes, *, request: int = 0) -> None:
         """Remove an attribute. Raises `NoAttribute`, `Unsupported`."""
         _check_name(name)
+        if self._requests.outcome(request) is not None:
+            return
         inode = await self._inodes.get(ino)
         now_ns = time.time_ns()
+        remove = self._requests.recording(
+            request, lambda t: remove_xattr(t, ino, name, ctime_ns=now_ns)
+        )
         await self._catalog.write(
-            lambda t: remove_xattr(t, ino, name, ctime_ns=now_ns),
+            remove,
             apply=lambda _removed: self._inodes.changed(inode, ctime_ns=now_ns),
         )
 

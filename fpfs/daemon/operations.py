@@ -92,7 +92,13 @@ def _answer_to(error: Exception, operation: str, subject: object) -> int:
 
 
 def _caller(context: pyfuse3.RequestContext) -> Caller:
-    return Caller(context.uid, context.gid)
+    return Caller(context.uid, context.gid, _request(context))
+
+
+def _request(context: pyfuse3.RequestContext) -> int:
+    """The request's number, which the channel has put where the caller's pid was."""
+    number: int = context.pid
+    return number
 
 
 def _attributes_of(inode: Inode) -> EntryAttributes:
@@ -237,19 +243,21 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> EntryAttributes:
         """Give an inode another name."""
-        linked = await self._namespace.entries.link(inode, new_parent_inode, new_name)
+        linked = await self._namespace.entries.link(
+            inode, new_parent_inode, new_name, request=_request(ctx)
+        )
         self._namespace.refresh(linked)
         return _attributes_of(linked)
 
     @handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove a name."""
-        await self._namespace.entries.unlink(parent_inode, name)
+        await self._namespace.entries.unlink(parent_inode, name, request=_request(ctx))
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove an empty directory."""
-        await self._namespace.entries.remove_directory(parent_inode, name)
+        await self._namespace.entries.remove_directory(parent_inode, name, request=_request(ctx))
 
     @handler
     async def rename(
@@ -266,7 +274,10 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         if mode is None:
             raise FUSEError(errno.EINVAL)
         await self._namespace.entries.rename(
-            (parent_inode_old, name_old), (parent_inode_new, name_new), mode
+            (parent_inode_old, name_old),
+            (parent_inode_new, name_new),
+            mode,
+            request=_request(ctx),
         )
 
     @handler
@@ -304,7 +315,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
         """Open a directory."""
-        return await self._namespace.directories.open(inode)
+        return await self._namespace.directories.open(inode, request=_request(ctx))
 
     @handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
@@ -346,12 +357,12 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext
     ) -> None:
         """Set an extended attribute; pyfuse3 looks after XATTR_CREATE and XATTR_REPLACE."""
-        await self._namespace.xattrs.set(inode, name, value)
+        await self._namespace.xattrs.set(inode, name, value, request=_request(ctx))
 
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
         """Return an extended attribute."""
-        return await self._namespace.xattrs.get(inode, name)
+        return await self._namespace.xattrs.get(inode, name, request=_request(ctx))
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
@@ -361,4 +372,4 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove an extended attribute."""
-        await self._namespace.xattrs.remove(inode, name)
+        await self._namespace.xattrs.remove(inode, name, request=_request(ctx))

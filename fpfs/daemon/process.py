@@ -1,11 +1,12 @@
-"""The server as a process: its log, its limits, its readiness, its exit status.
+"""Keeper and server as processes: their log, limits, readiness, exit status.
 
 ``python -m fpfs.daemon.process`` reads a `ServerConfig` from stdin; ``fpfs mount --foreground``
-calls `run` with one.
+calls `run` with one. The process becomes the keeper, which starts the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import functools
@@ -21,8 +22,11 @@ import msgspec
 import trio
 
 from fpfs.core.control import Flushed
+from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
+from fpfs.daemon import mounting
 from fpfs.daemon.devices import DeviceSet
+from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink
 from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
 from fpfs.daemon.places import ARENA_FOLDER
 from fpfs.daemon.server import serve
@@ -57,13 +61,40 @@ def raise_limits() -> None:
 
 
 def run(config: ServerConfig) -> int:
-    """Serve a mount in this process until it ends; returns the exit status."""
+    """Keep a mount until it ends; returns the exit status."""
     start_log(config.log)
     raise_limits()
     os.umask(0o077)
-    ready = _Readiness(config)
+    keeper = Keeper(
+        serve=functools.partial(run_server, config),
+        give_up=functools.partial(give_up, config.mountpoint),
+        started=functools.partial(_close_readiness, config),
+    )
+    return keeper.run()
+
+
+def _close_readiness(config: ServerConfig) -> None:
+    """Leave it to the server alone to say that it is ready: its end ends the wait for that."""
+    if config.ready_fd >= 0:
+        os.close(config.ready_fd)
+
+
+def give_up(mountpoint: str) -> None:
+    """Take away a mount that nobody serves any more."""
+    entry = mount_at(mountpoint)
+    if entry is None or not entry.is_fpfs:
+        return
+    with contextlib.suppress(Refused):
+        mounting.unmount(mountpoint, lazy=True)
+    mounting.abort_connection(entry.device)
+
+
+def run_server(config: ServerConfig, link: KeeperLink, inherited: Inherited | None) -> int:
+    """Serve a mount in this process until it ends; returns the exit status."""
+    ready = _Readiness(config, is_first=inherited is None)
+    serving = functools.partial(serve, config, ready=ready.announce, link=link, inherited=inherited)
     try:
-        return _report(trio.run(functools.partial(serve, config, ready=ready.announce)))
+        return _report(trio.run(serving))
     except Exception as error:  # noqa: BLE001 (whatever failed, the starter must be told)
         cause = _only_cause(error)
         if not isinstance(cause, Refused):
@@ -115,8 +146,8 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
 class _Readiness:
     """Tells the starter, once, that the mount answers or why not."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._fd = config.ready_fd
+    def __init__(self, config: ServerConfig, *, is_first: bool) -> None:
+        self._fd = config.ready_fd if is_first else -1
         self._mountpoint = config.mountpoint
         self.pending = True
         """Whether nothing was told yet."""

@@ -23,6 +23,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pyfuse3
 import trio
@@ -51,10 +52,13 @@ from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.inodes import InodeTable
+from fpfs.daemon.keeper import Inherited, KeeperLink
 from fpfs.daemon.launch import ServerConfig
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.places import CPU_LATENCY, arena_path
+from fpfs.daemon.requests import Requests
+from fpfs.daemon.takeover import TakeOver
 
 REQUESTS_MAX = 1000
 """Requests that pyfuse3 works on at once. Each blocked fsync holds one."""
@@ -68,6 +72,9 @@ ANNOUNCE_S = 5
 EXIT_GAVE_UP = 3
 """Exit status after a second SIGINT."""
 
+EXIT_DIED = 70
+"""Exit status of a server that failed while it served: another takes over."""
+
 CATALOG_NAME = "catalog.db"
 
 _log = logging.getLogger("fpfs.server")
@@ -77,10 +84,19 @@ class Server:
     """One mounted filesystem, from the first request to the last."""
 
     def __init__(
-        self, *, config: ServerConfig, devices: DeviceSet, catalog: Catalog, engine: Engine
+        self,
+        *,
+        config: ServerConfig,
+        devices: DeviceSet,
+        catalog: Catalog,
+        engine: Engine,
+        link: KeeperLink,
+        inherited: Inherited | None,
     ) -> None:
         """Join the parts. The server takes over the catalog and the engine and closes them."""
         options = config.options
+        self._link = link
+        self._inherited = inherited
         policy = Policy(
             devices=tuple(device.number for device in devices.devices),
             chunk_bytes=options.chunk_bytes,
@@ -91,17 +107,20 @@ class Server:
         self._catalog = catalog
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
+        self._inodes = inodes
         self._directories = inodes.directories
         self._commit = Commit(catalog=catalog, engine=engine, inodes=inodes, ack=policy.ack)
+        self._requests = Requests(catalog)
         self._namespace = Namespace(
             catalog=catalog,
             engine=engine,
             inodes=inodes,
             commit=self._commit,
             policy=policy,
+            requests=self._requests,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
-        self._started_unix_s = time.time()
+        self._started_unix_s = inherited.started_unix_s if inherited else time.time()
         self._connection_ended = trio.Event()
         self._ending_by_signal = False
         self._ending = trio.CancelScope()
@@ -114,10 +133,10 @@ class Server:
 
         Returns what could not be kept, after everything was closed and the devices unlocked.
         """
-        await self._commit.recover()
+        await self._take_over()
         device, relay_fd = await self._mount()
         control = ControlServer(
-            path=socket_path(device, folder=self._config.runtime_folder, pid=os.getpid()),
+            path=socket_path(device, folder=self._config.runtime_folder, pid=self._link.keeper_pid),
             controlled=self,
             open_to_others=allows_others(self._config.options),
         )
@@ -125,7 +144,11 @@ class Server:
             try:
                 await nursery.start(control.serve)
                 await nursery.start(self._watch_signals, device)
+                nursery.start_soon(self._watch_keeper, device)
                 final = await self._serve(ready, device, relay_fd)
+                self._link.ending()
+            except Exception as error:  # noqa: BLE001 (another server takes over)
+                self._die(error)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._leave_no_dead_mount(device)
@@ -136,6 +159,40 @@ class Server:
                 await control.announce_end(final)
             nursery.cancel_scope.cancel()
         return final
+
+    async def _take_over(self) -> None:
+        """Take over what a server that died left, if one did."""
+        work = TakeOver(
+            catalog=self._catalog,
+            engine=self._engine,
+            inodes=self._inodes,
+            namespace=self._namespace,
+            commit=self._commit,
+            requests=self._requests,
+        )
+        taken = await work.run(with_handles=self._inherited is not None)
+        await self._commit.recover(keep=taken.kept)
+        if self._inherited is not None or taken.changed:
+            _log.info(
+                "took over %d open handles and %d files with changes, of which %d were closed",
+                taken.handles,
+                taken.changed,
+                taken.closed,
+            )
+
+    def _die(self, error: Exception) -> NoReturn:
+        """End at once and leave everything as it is: the keeper starts another server."""
+        _log.critical("serving failed", exc_info=error)
+        logging.shutdown()
+        os._exit(EXIT_DIED)
+
+    async def _watch_keeper(self, device: str) -> None:
+        """Drain and unmount when there is nobody left who would start another server."""
+        await trio.lowlevel.wait_readable(self._link.fileno())
+        if not self._ending_by_signal:
+            self._ending_by_signal = True
+            _log.critical("the keeper died: draining and unmounting")
+            await self._end_by_signal(device)
 
     async def _serve(self, ready: Callable[[], None], device: str, relay_fd: int) -> Flushed:
         """Serve names and bytes until the connection ends, then drain."""
@@ -157,6 +214,8 @@ class Server:
         return Status(
             version=fpfs.__version__,
             server_pid=os.getpid(),
+            keeper_pid=self._link.keeper_pid,
+            restarts=self._inherited.restarts if self._inherited else 0,
             filesystem_id=self._devices.filesystem_id,
             mountpoint=self._config.mountpoint,
             started_unix_s=self._started_unix_s,
@@ -195,6 +254,10 @@ class Server:
     async def _mount(self) -> tuple[str, int]:
         """Mount and start the channel; returns the mount's ``major:minor`` and pyfuse3's end."""
         config = self._config
+        if self._inherited is not None:
+            fuse_fd = self._inherited.fuse_fd
+            relay_fd = self._engine.serve(fuse_fd, self._directories, resume=True)
+            return self._inherited.device, relay_fd
         mount = functools.partial(
             mounting.mount,
             config.mountpoint,
@@ -205,13 +268,15 @@ class Server:
         entry = mount_at(config.mountpoint)
         assert entry is not None, "fusermount3 said that it mounted"
         mounting.raise_read_ahead(entry.device)
-        return entry.device, self._engine.serve(fuse_fd, self._directories)
+        self._link.hold(device=entry.device, fuse_fd=fuse_fd, lock_fds=self._devices.lock_fds)
+        return entry.device, self._engine.serve(fuse_fd, self._directories, resume=False)
 
     async def _serve_names(self, ready: Callable[[], None], relay_fd: int) -> None:
         """Let pyfuse3 answer until the connection has ended."""
         pyfuse3.init(Operations(self._namespace), f"/dev/fd/{relay_fd}", {"fsname=fpfs"})
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run_pyfuse3)
+            self._link.serving()
             ready()
             await self._connection_ended.wait()
             pyfuse3.terminate()
@@ -298,7 +363,8 @@ class Server:
                 self._connection_ended.set()
 
     def _give_up(self) -> None:
-        """Stop now, after saying what that loses."""
+        """Stop now, after saying what that may lose."""
+        self._link.ending()
         if self._closing:
             _log.error("stopped by a second SIGINT while closing, after the last flush")
             logging.shutdown()
@@ -306,8 +372,8 @@ class Server:
         staged = self._engine.statistics()["staging"]["bytes_used"]  # type: ignore[index]
         pending = self._commit.statistics().pending
         _log.error(
-            "stopped by a second SIGINT: %s in staging and %d uncommitted files are lost;"
-            " their previous versions stay",
+            "stopped by a second SIGINT: %s in staging and %d uncommitted files are left to the"
+            " next mount; if the machine ends before, they are lost and previous versions stay",
             format_size(staged),
             pending,
         )
@@ -393,27 +459,17 @@ def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
     )
 
 
-def remove_stale_arena(path: str) -> None:
-    """Remove what a server that died left; the devices' locks say that it is nobody's.
-
-    What it acknowledged and had not committed is lost; previous versions are current.
-    """
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    _log.warning("the last server died: what it had not committed is lost (%s removed)", path)
-
-
 def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int) -> EngineConfig:
     """How the engine of this mount starts."""
     options = config.options
+    arena = arena_path(devices.filesystem_id)
     return EngineConfig(
         devices=tuple(
             DeviceConfig(number=device.number, path=device.objects_path)
             for device in devices.devices
         ),
-        arena_path=arena_path(devices.filesystem_id),
+        arena_path=arena,
+        take_over=os.path.exists(arena),
         filesystem_id=devices.filesystem_id,
         staging_bytes=options.staging_bytes,
         slot_bytes=options.slot_bytes,
@@ -426,7 +482,13 @@ def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int)
     )
 
 
-async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> Flushed:
+async def serve(
+    config: ServerConfig,
+    *,
+    ready: Callable[[DeviceSet], None],
+    link: KeeperLink,
+    inherited: Inherited | None,
+) -> Flushed:
     """Open everything, serve one mount, and close everything. Raises `Refused` and OSError."""
     with open_devices(
         config.devices,
@@ -434,18 +496,26 @@ async def serve(config: ServerConfig, *, ready: Callable[[DeviceSet], None]) -> 
         asked=config.asked,
         adopt=config.options.adopt,
         may_format=not config.options.read_only,
+        held_fds=inherited.lock_fds if inherited else (),
+        holder_pid=link.keeper_pid,
     ) as devices:
         for note in devices.notes:
             _log.info("%s", note)
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
             check_identity(catalog, devices)
-            remove_stale_arena(arena_path(devices.filesystem_id))
             engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
         except OSError:
             await catalog.close()
             raise
-        server = Server(config=config, devices=devices, catalog=catalog, engine=engine)
+        server = Server(
+            config=config,
+            devices=devices,
+            catalog=catalog,
+            engine=engine,
+            link=link,
+            inherited=inherited,
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)
             try:

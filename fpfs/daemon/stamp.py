@@ -120,8 +120,10 @@ def write_stamp(path: str, stamp: Stamp) -> None:
         os.close(folder_fd)
 
 
-def lock_directory(path: str, *, mountpoint: str, asked: str) -> int:
+def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 0) -> int:
     """Take a directory's lock; returns the descriptor that holds it.
+
+    `holder_pid` is the process that is named as the holder, this one if it is 0.
 
     A server that was unmounted and still drains is waited for, `DRAIN_S` at most.
     """
@@ -134,7 +136,8 @@ def lock_directory(path: str, *, mountpoint: str, asked: str) -> int:
             if not (_drains(holder) and _try_lock(lock_fd)):
                 raise _in_use(path, holder, asked=asked)
         os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, msgspec.json.encode(LockHolder(os.getpid(), mountpoint)), 0)
+        holder = LockHolder(holder_pid or os.getpid(), mountpoint)
+        os.pwrite(lock_fd, msgspec.json.encode(holder), 0)
         return lock_fd
     except BaseException:
         os.close(lock_fd)

@@ -29,6 +29,8 @@ from fpfs.core.engine import (
     FileAttributes,
     KnownDirectories,
     Layout,
+    Left,
+    LeftHandle,
     ObjectId,
     Range,
     Snapshot,
@@ -43,11 +45,12 @@ ZEROS = bytes(BLOCK_BYTES)
 
 
 class MemoryDevices:
-    """Objects of all devices: blocks of 64 KiB by object and block number."""
+    """What outlives an engine: objects, as blocks of 64 KiB by block number, and open handles."""
 
     def __init__(self) -> None:
         """Start empty."""
         self.objects: dict[ObjectId, dict[int, bytes]] = {}
+        self.handles: dict[int, LeftHandle] = {}
 
 
 class _Place(NamedTuple):
@@ -248,12 +251,38 @@ class MemoryEngine:
         file = self._files.pop(ino)
         return sorted(file.objects_known | {place.object for place in file.places.values()})
 
-    def open(self, handle: int, ino: int, *, flags: int) -> None:
+    def open(self, handle: int, ino: int, *, flags: int, request: int) -> None:
         """Register an open handle."""
         assert handle not in self._handles, f"handle {handle} is open already"
         assert ino in self._files, f"inode {ino} is loaded before it is opened"
         self._handles[handle] = (ino, flags)
+        self.record(handle, ino, flags=flags, request=request)
         self.calls.append(("open", handle, ino))
+
+    def left(self) -> Left:
+        """The handles of an engine before: contents that it had not drained ended with it."""
+        return Left(list(self.devices.handles.values()), [])
+
+    async def recover(self, ino: int) -> None:
+        """There is nothing to recover."""
+        raise AssertionError(f"inode {ino} was not left")
+
+    def abandon(self, ino: int) -> None:
+        """There is nothing to abandon."""
+        raise AssertionError(f"inode {ino} was not left")
+
+    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
+        """Take over a handle; its inode is loaded."""
+        assert ino in self._files, f"inode {ino} is loaded before its handle is adopted"
+        self._handles[handle] = (ino, flags)
+
+    def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:
+        """See `Engine.record`."""
+        self.devices.handles[handle] = LeftHandle(handle, ino, flags, request)
+
+    def forget(self, handle: int) -> None:
+        """See `Engine.forget`."""
+        self.devices.handles.pop(handle, None)
 
     def release(self, handle: int) -> bool:
         """Forget a handle; False when `kernel_releases` was faster."""
@@ -261,6 +290,7 @@ class MemoryEngine:
             return False
         ino, _flags = self._handles.pop(handle)
         self._errors.pop(handle, None)
+        self.forget(handle)
         self.calls.append(("release", handle, ino))
         return True
 

@@ -91,6 +91,7 @@ class Mount:
         self.devices = tuple(devices)
         self.log = folder / "server.log"
         self.server_pid = 0
+        self.keeper_pid = 0
         self._options = (f"staging={staging}", *options)
         self._expected: list[re.Pattern[str]] = []
         self._allowed: list[re.Pattern[str]] = []
@@ -104,7 +105,13 @@ class Mount:
         options = ",".join(self._options)
         check_fpfs("mount", *devices, "-o", options, "--log", self.log, self.root)
         live_mounts.append(self)
-        self.server_pid = self.status().server_pid
+        self.note_processes()
+
+    def note_processes(self) -> None:
+        """Ask which processes serve the mount now."""
+        status = self.status()
+        self.server_pid = status.server_pid
+        self.keeper_pid = status.keeper_pid
 
     def unmount(self) -> None:
         """Unmount; returns when everything is durable and the server has ended."""
@@ -194,26 +201,31 @@ class Mount:
             with contextlib.suppress(Refused):
                 unmount(entry.mountpoint, lazy=True)
             assert self.entry() is None, f"{self.root} cannot be unmounted"
-        self._kill_server()
+        # The keeper first: it would start another server.
+        self.kill(self.keeper_pid, self.server_pid)
         if self in live_mounts:
             live_mounts.remove(self)
 
-    def _kill_server(self) -> None:
-        """Kill the server, if it runs."""
-        try:
-            server_fd = os.pidfd_open(self.server_pid) if self.server_pid else -1
-        except ProcessLookupError:
-            server_fd = -1
-        if server_fd >= 0:
+    def kill(self, *pids: int) -> None:
+        """Kill processes of the mount at once, if they run, and wait until they are gone."""
+        process_fds = []
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(server_fd, signal.SIGKILL)
+                process_fds += [os.pidfd_open(pid)] if pid else []
+        for process_fd in process_fds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process_fd, signal.SIGSTOP)
+        for process_fd in process_fds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process_fd, signal.SIGKILL)
+        for process_fd in process_fds:
             poll = select.poll()
-            poll.register(server_fd, select.POLLIN)
+            poll.register(process_fd, select.POLLIN)
             poll.poll(KILL_TIMEOUT_S * 1000)
-            os.close(server_fd)
+            os.close(process_fd)
 
     def remove_arena(self) -> None:
-        """Remove the arena that a killed server left; nobody will mount these devices again."""
+        """Remove the arena that a killed server left, as the end of the machine's power does."""
         for device in self.devices:
             stamp = read_stamp(str(device), asked="tear down") if device.exists() else None
             if stamp is not None:

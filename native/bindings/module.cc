@@ -130,7 +130,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
                          std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
                          uint64_t slot_bytes, uint32_t depth, const std::string& backend,
                          uint32_t channel_threads, uint64_t object_base, uint64_t reserve_bytes,
-                         const std::string& ack, std::string cpu_latency_path) {
+                         const std::string& ack, std::string cpu_latency_path, bool take_over) {
   EngineConfig config;
   config.devices = std::move(devices);
   config.arena_path = std::move(arena_path);
@@ -146,6 +146,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   config.reserve_bytes = reserve_bytes;
   config.ack = ack == "durable" ? Ack::Durable : ack == "close" ? Ack::Close : Ack::Early;
   config.cpu_latency_path = std::move(cpu_latency_path);
+  config.take_over = take_over;
   return config;
 }
 
@@ -166,8 +167,10 @@ void bind_files(nb::class_<Engine>& type) {
            })
       .def("loaded", [](Engine& engine, uint64_t ino) { return engine.file(ino) != nullptr; })
       .def("unload", [](Engine& engine, uint64_t ino) { check(engine.unload(ino)); })
-      .def("open", [](Engine& engine, uint64_t handle, uint64_t ino,
-                      uint32_t flags) { check(engine.open_handle(handle, ino, flags)); })
+      .def("open", [](Engine& engine, uint64_t handle, uint64_t ino, uint32_t flags,
+                      uint32_t request) { check(engine.open_handle(handle, ino, flags, request)); })
+      .def("adopt", [](Engine& engine, uint64_t handle, uint64_t ino,
+                       uint32_t flags) { check(engine.adopt_handle(handle, ino, flags)); })
       .def("release", &Engine::release_handle, nb::call_guard<nb::gil_scoped_release>())
       .def("take_released", &Engine::take_released)
       .def("attributes",
@@ -207,6 +210,24 @@ void bind_plane(nb::class_<Engine>& type) {
              for (const Event& event : engine.take_events()) result.append(event_tuple(event));
              return result;
            })
+      .def("left",
+           [](Engine& engine) {
+             const Engine::Left left = engine.left();
+             nb::list handles;
+             for (const arena::HandleRecord& record : left.handles) {
+               handles.append(
+                   nb::make_tuple(record.handle, record.ino, record.flags, record.request));
+             }
+             return nb::make_tuple(handles, left.inos);
+           })
+      .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
+      .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
+      .def("forget_handle",
+           [](Engine& engine, uint64_t handle) { engine.arena().forget_handle(handle); })
+      .def("record_handle",
+           [](Engine& engine, uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request) {
+             check(engine.record_handle(handle, ino, flags, request));
+           })
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def("drop", &Engine::drop, nb::call_guard<nb::gil_scoped_release>())
       .def("truncate", &Engine::truncate, nb::call_guard<nb::gil_scoped_release>())
@@ -221,8 +242,8 @@ void bind_plane(nb::class_<Engine>& type) {
            })
       .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("serve",
-           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories) {
-             Result<int> result = engine.serve(fd, std::move(directories));
+           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
+             Result<int> result = engine.serve(fd, std::move(directories), resume);
              check(result.status());
              return result.value();
            })
@@ -304,13 +325,14 @@ void bind_open(nb::module_& module) {
       [](std::vector<std::pair<uint16_t, std::string>> devices, std::string arena_path,
          std::string filesystem_id, uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
          const std::string& backend, uint32_t channel_threads, uint64_t object_base,
-         uint64_t reserve_bytes, const std::string& ack, std::string cpu_latency_path) {
+         uint64_t reserve_bytes, const std::string& ack, std::string cpu_latency_path,
+         bool take_over) {
         Result<std::unique_ptr<Engine>> result = [&] {
           const nb::gil_scoped_release release;
-          return Engine::open(make_config(std::move(devices), std::move(arena_path),
-                                          std::move(filesystem_id), staging_bytes, slot_bytes,
-                                          depth, backend, channel_threads, object_base,
-                                          reserve_bytes, ack, std::move(cpu_latency_path)));
+          return Engine::open(
+              make_config(std::move(devices), std::move(arena_path), std::move(filesystem_id),
+                          staging_bytes, slot_bytes, depth, backend, channel_threads, object_base,
+                          reserve_bytes, ack, std::move(cpu_latency_path), take_over));
         }();
         check(result.status());
         return result.take();
@@ -318,7 +340,7 @@ void bind_open(nb::module_& module) {
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
       nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"),
-      nb::arg("cpu_latency_path"));
+      nb::arg("cpu_latency_path"), nb::arg("take_over"));
 }
 
 }  // namespace

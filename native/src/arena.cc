@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -18,6 +19,9 @@ namespace fpfs {
 namespace {
 
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kSlotsAt = kPage;
+// Address space, not memory: a record of 88 bytes is about a chunk, so this is for some 3 TiB.
+constexpr uint64_t kJournalAreaBytes = uint64_t{1} << 28;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -116,16 +120,48 @@ Result<std::unique_ptr<Arena>> Arena::create(const Config& config, std::string* 
   return arena;
 }
 
+Result<std::unique_ptr<Arena>> Arena::attach(const Config& config, int fd, Remains* remains,
+                                             std::string* warning) {
+  std::unique_ptr<Arena> arena(new Arena());
+  arena->fd_ = fd;
+  if (Status status = arena->map_existing(config, remains, warning); !status.ok()) return status;
+  return arena;
+}
+
+// Where everything lies, from the number of slots and their size.
+void Arena::lay_out(uint64_t slot_count) {
+  handles_at_ = round_up(kSlotsAt + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
+  data_at_ = round_up(handles_at_ + arena::kHandlesMax * sizeof(arena::HandleRecord), slot_bytes_);
+  fixed_bytes_ = data_at_ + slot_count * slot_bytes_;
+  mapped_bytes_ = fixed_bytes_ + 2 * kJournalAreaBytes;
+}
+
+void Arena::pin(std::string* warning) {
+  pinned_ = mlock(base_, fixed_bytes_) == 0;
+  if (!pinned_) {
+    *warning = "staging memory is not pinned (" + std::string(std::strerror(errno)) +
+               "): raise the memory lock limit (ulimit -l) to " +
+               std::to_string(fixed_bytes_ / 1024) + " KiB for steady write times";
+  }
+}
+
+void Arena::set_up_slots(uint64_t slot_count) {
+  slot_records_ = reinterpret_cast<arena::SlotRecord*>(base_ + kSlotsAt);
+  handle_records_ = reinterpret_cast<arena::HandleRecord*>(base_ + handles_at_);
+  data_ = base_ + data_at_;
+  slots_ = std::vector<Slot>(slot_count);
+  for (uint64_t i = 0; i < slot_count; ++i) {
+    slots_[i].index = static_cast<uint32_t>(i);
+    slots_[i].data = data_ + i * slot_bytes_;
+  }
+  journal_ = std::make_unique<Journal>(fd_, base_ + fixed_bytes_, fixed_bytes_, kJournalAreaBytes,
+                                       sequence_);
+}
+
 Status Arena::map(const Config& config, std::string* warning) {
   slot_bytes_ = config.slot_bytes;
   const uint64_t slot_count = config.staging_bytes / slot_bytes_;
-  const uint64_t slots_at = kPage;
-  const uint64_t handles_at =
-      round_up(slots_at + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
-  const uint64_t data_at =
-      round_up(handles_at + arena::kHandlesMax * sizeof(arena::HandleRecord), slot_bytes_);
-  mapped_bytes_ = data_at + slot_count * slot_bytes_;
-
+  lay_out(slot_count);
   path_ = config.path;
   if (path_.empty()) {
     fd_ = memfd_create("fpfs-staging", MFD_CLOEXEC);
@@ -134,16 +170,14 @@ Status Arena::map(const Config& config, std::string* warning) {
   }
   if (fd_ < 0) return Status::from_errno("staging arena " + path_);
   if (Status status = allocate(); !status.ok()) return status;
-  pinned_ = mlock(base_, mapped_bytes_) == 0;
-  if (!pinned_) {
-    *warning = "staging memory is not pinned (" + std::string(std::strerror(errno)) +
-               "): raise the memory lock limit (ulimit -l) to " +
-               std::to_string(mapped_bytes_ / 1024) + " KiB for steady write times";
-  }
+  pin(warning);
 
-  slot_records_ = reinterpret_cast<arena::SlotRecord*>(base_ + slots_at);
-  handle_records_ = reinterpret_cast<arena::HandleRecord*>(base_ + handles_at);
-  data_ = base_ + data_at;
+  const MutexLock lock(mutex_);
+  set_up_slots(slot_count);
+  for (uint64_t i = slot_count; i-- > 0;) free_.push_back(&slots_[i]);
+  for (uint32_t i = arena::kHandlesMax; i-- > 0;) free_handles_.push_back(i);
+  if (Status status = journal_->format(); !status.ok()) return cannot_allocate(status.error());
+
   auto* header = reinterpret_cast<arena::Header*>(base_);
   *header = arena::Header{};
   header->magic = arena::kMagic;
@@ -153,26 +187,121 @@ Status Arena::map(const Config& config, std::string* warning) {
   copy_id(header->boot_id, boot_id());
   header->slot_bytes = slot_bytes_;
   header->slot_count = slot_count;
-  header->data_offset = data_at;
-  header->tables[0] = {arena::Table::Slots, sizeof(arena::SlotRecord), slots_at, slot_count * 2};
-  header->tables[1] = {arena::Table::Handles, sizeof(arena::HandleRecord), handles_at,
+  header->data_offset = data_at_;
+  header->tables[0] = {arena::Table::Slots, sizeof(arena::SlotRecord), kSlotsAt, slot_count * 2};
+  header->tables[1] = {arena::Table::Handles, sizeof(arena::HandleRecord), handles_at_,
                        arena::kHandlesMax};
+  header->tables[2] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
+  header->tables[3] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
+                       kJournalAreaBytes};
   header->crc = crc32c(0, base_, offsetof(arena::Header, crc));
-
-  const MutexLock lock(mutex_);
-  slots_ = std::vector<Slot>(slot_count);
-  for (uint64_t i = slot_count; i-- > 0;) {
-    slots_[i].index = static_cast<uint32_t>(i);
-    slots_[i].data = data_ + i * slot_bytes_;
-    free_.push_back(&slots_[i]);
-  }
-  for (uint32_t i = arena::kHandlesMax; i-- > 0;) free_handles_.push_back(i);
   return {};
+}
+
+Status Arena::check_header(const arena::Header& header, const Config& config) const {
+  const auto refused = [&](const char* why) {
+    return Status(ESTALE, "staging arena " + path_ + " cannot be taken over: " + why);
+  };
+  if (header.magic != arena::kMagic) return refused("it is none");
+  if (header.crc != crc32c(0, &header, offsetof(arena::Header, crc))) return refused("checksum");
+  if (header.format != arena::kFormat) return refused("another version of fpfs made it");
+  char expected[64];
+  copy_id(expected, config.filesystem_id);
+  if (std::memcmp(header.filesystem_id, expected, sizeof expected) != 0) {
+    return refused("it is another filesystem's");
+  }
+  copy_id(expected, boot_id());
+  if (std::memcmp(header.boot_id, expected, sizeof expected) != 0) {
+    return refused("it was made before the machine was started");
+  }
+  const uint64_t slot_bytes_max = kSlotBlocksMax * kBlockBytes;
+  if (header.slot_bytes == 0 || header.slot_bytes % kBlockBytes != 0 ||
+      header.slot_bytes > slot_bytes_max || header.slot_count == 0 ||
+      header.slot_count > UINT32_MAX) {
+    return refused("its sizes are impossible");
+  }
+  return {};
+}
+
+Status Arena::map_existing(const Config& config, Remains* remains, std::string* warning) {
+  path_ = config.path;
+  if (fd_ < 0) fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (fd_ < 0) return Status::from_errno("staging arena " + path_);
+  arena::Header header{};
+  if (pread(fd_, &header, sizeof header, 0) != sizeof header) {
+    return Status(ESTALE, "staging arena " + path_ + " cannot be taken over: it is too short");
+  }
+  if (Status status = check_header(header, config); !status.ok()) return status;
+  slot_bytes_ = header.slot_bytes;
+  lay_out(header.slot_count);
+  struct stat file {};
+  if (fstat(fd_, &file) != 0 || static_cast<uint64_t>(file.st_size) != mapped_bytes_ ||
+      header.data_offset != data_at_) {
+    return Status(ESTALE, "staging arena " + path_ + " cannot be taken over: its size is wrong");
+  }
+  base_ = map_shared(fd_, mapped_bytes_);
+  if (base_ == nullptr) return Status::from_errno("staging arena: mmap");
+  if (Status status = populate(); !status.ok()) return status;
+  pin(warning);
+  const MutexLock lock(mutex_);
+  set_up_slots(header.slot_count);
+  find_slots(remains);
+  find_handles(remains);
+  remains->changes = journal_->recover();
+  for (const JournalEntry& entry : remains->changes) {
+    sequence_ = std::max<uint64_t>(sequence_, entry.sequence + 1);
+  }
+  return {};
+}
+
+// The newer sound copy of each slot's record. Free slots are free again.
+void Arena::find_slots(Remains* remains) {
+  for (uint64_t i = slots_.size(); i-- > 0;) {
+    arena::SlotRecord found{};
+    for (const uint32_t copy : {0U, 1U}) {
+      const arena::SlotRecord record = slot_records_[i * 2 + copy];
+      if (record.crc != crc32c(0, &record, offsetof(arena::SlotRecord, crc))) continue;
+      if (record.sequence < found.sequence) continue;
+      found = record;
+      slots_[i].record_copy = copy;
+    }
+    sequence_ = std::max<uint64_t>(sequence_, found.sequence + 1);
+    if (found.state == arena::SlotState::Free) {
+      free_.push_back(&slots_[i]);
+      continue;
+    }
+    const uint32_t count = std::min(found.range_count, arena::kRangesMax);
+    for (uint32_t range = 0; range < count; ++range) {
+      const auto [begin, end] = found.ranges[range];
+      if (begin < end && end <= slot_bytes_) slots_[i].ranges.add(begin, end);
+    }
+    slots_[i].chunk = found.chunk;
+    remains->slots.push_back({&slots_[i], found});
+  }
+  std::sort(remains->slots.begin(), remains->slots.end(),
+            [](const StagedSlot& a, const StagedSlot& b) {
+              return a.record.sequence < b.record.sequence;
+            });
+}
+
+void Arena::find_handles(Remains* remains) {
+  for (uint32_t i = arena::kHandlesMax; i-- > 0;) {
+    const arena::HandleRecord record = handle_records_[i];
+    const bool sound = record.crc == crc32c(0, &record, offsetof(arena::HandleRecord, crc));
+    if (sound) sequence_ = std::max<uint64_t>(sequence_, record.sequence + 1);
+    if (!sound || record.handle == 0) {
+      free_handles_.push_back(i);
+      continue;
+    }
+    handles_.emplace_back(record.handle, i);
+    remains->handles.push_back(record);
+  }
+  std::sort(handles_.begin(), handles_.end());
 }
 
 Status Arena::cannot_allocate(int error) const {
   return Status(error, "staging arena " + path_ + ": cannot allocate " +
-                           std::to_string(mapped_bytes_) + " bytes: " + std::strerror(error));
+                           std::to_string(fixed_bytes_) + " bytes: " + std::strerror(error));
 }
 
 // Allocating now turns a full tmpfs into an error here instead of a SIGBUS later. Looking first
@@ -180,16 +309,20 @@ Status Arena::cannot_allocate(int error) const {
 // more than there is (half of the memory is only its default) from having the server killed.
 Status Arena::allocate() {
   if (ftruncate(fd_, static_cast<off_t>(mapped_bytes_)) != 0) return cannot_allocate(errno);
-  if (!fits(fd_, mapped_bytes_)) return cannot_allocate(ENOSPC);
-  if (mapped_bytes_ > available_memory()) return cannot_allocate(ENOMEM);
+  if (!fits(fd_, fixed_bytes_)) return cannot_allocate(ENOSPC);
+  if (fixed_bytes_ > available_memory()) return cannot_allocate(ENOMEM);
   base_ = map_shared(fd_, mapped_bytes_);
   if (base_ == nullptr) return Status::from_errno("staging arena: mmap");
-  allocate_huge_pages(fd_, base_, mapped_bytes_);
-  if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(mapped_bytes_)); error != 0) {
+  allocate_huge_pages(fd_, base_, fixed_bytes_);
+  if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(fixed_bytes_)); error != 0) {
     return cannot_allocate(error);
   }
-  // The same mapping once more, with all of its pages.
-  void* populated = mmap(base_, mapped_bytes_, PROT_READ | PROT_WRITE,
+  return populate();
+}
+
+// The same mapping once more, with all of its pages.
+Status Arena::populate() {
+  void* populated = mmap(base_, fixed_bytes_, PROT_READ | PROT_WRITE,
                          MAP_SHARED | MAP_FIXED | MAP_POPULATE, fd_, 0);
   return populated == MAP_FAILED ? Status::from_errno("staging arena: mmap") : Status();
 }
@@ -289,26 +422,38 @@ void Arena::publish(Slot* slot, arena::SlotState state, uint64_t ino, uint64_t c
   write_record(&slot_records_[slot->index * 2 + slot->record_copy], record);
 }
 
-void Arena::write_handle(uint32_t index, uint64_t handle, uint64_t ino, uint32_t flags) {
-  arena::HandleRecord record{};
+void Arena::write_handle(uint32_t index, arena::HandleRecord record) {
   record.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
-  record.handle = handle;
-  record.ino = ino;
-  record.flags = flags;
   write_record(&handle_records_[index], record);
 }
 
-Status Arena::record_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
+Status Arena::record_handle(const arena::HandleRecord& record) {
   const MutexLock lock(mutex_);
   if (free_handles_.empty()) {
     return Status(ENFILE, "more than " + std::to_string(arena::kHandlesMax) + " open handles");
   }
   const uint32_t index = free_handles_.back();
   free_handles_.pop_back();
-  const auto entry = std::make_pair(handle, index);
+  const auto entry = std::make_pair(record.handle, index);
   handles_.insert(std::upper_bound(handles_.begin(), handles_.end(), entry), entry);
-  write_handle(index, handle, ino, flags);
+  write_handle(index, record);
   return {};
+}
+
+void Arena::record_connection(const fuse_init_in& init) {
+  static_assert(sizeof init == sizeof(arena::Connection::init));
+  arena::Connection record{};
+  std::memcpy(record.init, &init, sizeof init);
+  write_record(reinterpret_cast<arena::Connection*>(base_ + arena::kConnectionAt), record);
+}
+
+std::optional<fuse_init_in> Arena::connection() const {
+  arena::Connection record{};
+  std::memcpy(&record, base_ + arena::kConnectionAt, sizeof record);
+  if (record.crc != crc32c(0, &record, offsetof(arena::Connection, crc))) return std::nullopt;
+  fuse_init_in init{};
+  std::memcpy(&init, record.init, sizeof init);
+  return init;
 }
 
 void Arena::forget_handle(uint64_t handle) {
@@ -316,7 +461,7 @@ void Arena::forget_handle(uint64_t handle) {
   const auto it =
       std::lower_bound(handles_.begin(), handles_.end(), std::make_pair(handle, uint32_t{0}));
   if (it == handles_.end() || it->first != handle) return;
-  write_handle(it->second, 0, 0, 0);
+  write_handle(it->second, {});
   free_handles_.push_back(it->second);
   handles_.erase(it);
 }

@@ -9,11 +9,15 @@
 #include <bitset>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include <linux/fuse.h>
+
 #include "arena_format.h"
 #include "block_map.h"
+#include "journal.h"
 #include "status.h"
 #include "thread_annotations.h"
 
@@ -80,6 +84,19 @@ struct Slot {
   bool aged = false;
 };
 
+// What a slot of an earlier process holds.
+struct StagedSlot {
+  Slot* slot = nullptr;
+  arena::SlotRecord record{};
+};
+
+// What an earlier process left in an arena.
+struct Remains {
+  std::vector<StagedSlot> slots;  // in the order of their last writes
+  std::vector<arena::HandleRecord> handles;
+  std::vector<JournalEntry> changes;
+};
+
 class Arena {
  public:
   struct Config {
@@ -89,6 +106,10 @@ class Arena {
     uint64_t slot_bytes = 0;
   };
   static Result<std::unique_ptr<Arena>> create(const Config& config, std::string* warning);
+  // Takes over the arena at config.path, whose sizes hold, or its open file `fd` (taken over in any
+  // case). ESTALE when it is none of this filesystem and boot; ENOENT when there is none.
+  static Result<std::unique_ptr<Arena>> attach(const Config& config, int fd, Remains* remains,
+                                               std::string* warning);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -119,8 +140,17 @@ class Arena {
   void publish(Slot* slot, arena::SlotState state, uint64_t ino, uint64_t chunk_bytes,
                uint64_t file_size, int64_t mtime_ns);
   // Records an open handle; ENFILE when the table is full.
-  Status record_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(mutex_);
+  Status record_handle(const arena::HandleRecord& record) EXCLUDES(mutex_);
   void forget_handle(uint64_t handle) EXCLUDES(mutex_);
+
+  // The kernel's INIT, for the next process that serves the connection.
+  void record_connection(const fuse_init_in& init);
+  std::optional<fuse_init_in> connection() const;
+
+  Journal& journal() { return *journal_; }
+  // Of the last record of any kind.
+  uint64_t sequence() const { return sequence_.load() - 1; }
+  int fd() const { return fd_; }
 
   // Unlinks the file: nothing in it is worth keeping.
   void remove();
@@ -128,15 +158,26 @@ class Arena {
  private:
   Arena() = default;
   Status map(const Config& config, std::string* warning);
+  Status map_existing(const Config& config, Remains* remains, std::string* warning);
+  Status check_header(const arena::Header& header, const Config& config) const;
+  void lay_out(uint64_t slot_count);
+  void pin(std::string* warning);
+  void set_up_slots(uint64_t slot_count) REQUIRES(mutex_);
+  void find_slots(Remains* remains) REQUIRES(mutex_);
+  void find_handles(Remains* remains) REQUIRES(mutex_);
   Status allocate();
+  Status populate();
   Status cannot_allocate(int error) const;
-  void write_handle(uint32_t index, uint64_t handle, uint64_t ino, uint32_t flags) REQUIRES(mutex_);
+  void write_handle(uint32_t index, arena::HandleRecord record) REQUIRES(mutex_);
   void age_unlink(Slot* slot) REQUIRES(mutex_);
 
   std::string path_;
   int fd_ = -1;
   char* base_ = nullptr;
-  uint64_t mapped_bytes_ = 0;
+  uint64_t fixed_bytes_ = 0;   // all but the journal
+  uint64_t mapped_bytes_ = 0;  // with all that the journal may grow to
+  uint64_t handles_at_ = 0;
+  uint64_t data_at_ = 0;
   uint64_t slot_bytes_ = 0;
   char* data_ = nullptr;
   arena::SlotRecord* slot_records_ = nullptr;
@@ -144,6 +185,7 @@ class Arena {
   bool pinned_ = false;
   std::vector<Slot> slots_;
   std::atomic<uint64_t> sequence_{1};
+  std::unique_ptr<Journal> journal_;
 
   mutable Mutex mutex_;
   std::vector<Slot*> free_ GUARDED_BY(mutex_);

@@ -1,9 +1,12 @@
 // The staging arena's bytes, as a restarted server or a later mount of this boot finds them.
 //
 // Layout of the file: one ArenaHeader (4 KiB), then the tables that the header's directory names,
-// then the slots' data from `data_offset`, `slot_count` times `slot_bytes`.
-// Invariants: a record is current when its CRC matches and no newer copy of it has a matching CRC.
-//   Each record has two copies, written alternately, so that a torn write leaves the older one.
+// then the slots' data from `data_offset`, `slot_count` times `slot_bytes`, then the two areas of
+// the journal, of which as much exists as was ever needed. Invariants: a record is current when its
+// CRC matches and no newer copy of it has a matching CRC.
+//   A slot's record has two copies, written alternately, so that a torn write leaves the older one.
+//   Of the journal's areas the one with the higher generation holds; it ends before the first
+//   record whose CRC or generation is wrong.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +14,12 @@
 namespace fpfs::arena {
 
 inline constexpr uint64_t kMagic = 0x414e455241465046;  // "FPFARENA"
-inline constexpr uint32_t kFormat = 1;
+inline constexpr uint32_t kFormat = 2;
 inline constexpr uint32_t kRangesMax = 8;
 inline constexpr uint32_t kHandlesMax = 64 * 1024;
 
-enum class Table : uint32_t { None = 0, Slots = 1, Handles = 2 };
+// `count` of a journal's area is what it may grow to, in bytes.
+enum class Table : uint32_t { None = 0, Slots = 1, Handles = 2, Journal = 3 };
 
 struct TableEntry {
   Table kind;
@@ -66,9 +70,66 @@ struct HandleRecord {
   uint64_t sequence;
   uint64_t handle;  // 0: free
   uint64_t ino;
-  uint32_t flags;  // of open(2)
+  uint32_t flags;    // of open(2)
+  uint32_t request;  // number of the request that it is the answer to
+  uint32_t zero;
   uint32_t crc;
 };
-static_assert(sizeof(HandleRecord) == 32);
+static_assert(sizeof(HandleRecord) == 40);
+
+// The connection that is being served, 1,024 bytes behind the start of the arena.
+struct Connection {
+  char init[64];  // of the kernel's INIT request, without its header
+  uint32_t zero;
+  uint32_t crc;  // of all before
+};
+static_assert(sizeof(Connection) == 72);
+inline constexpr uint64_t kConnectionAt = 1024;
+
+// At the start of each area of the journal. An area without a generation is unused.
+struct JournalArea {
+  uint64_t generation;
+  uint64_t complement;  // ~generation
+};
+static_assert(sizeof(JournalArea) == 16);
+
+// What happened to an inode's pending content beside bytes that are staged.
+enum class Change : uint16_t {
+  None = 0,      // only what the head says: size and times
+  Extents = 1,   // blocks that lie on devices now
+  Erase = 2,     // a range of blocks became a hole
+  Truncate = 3,  // everything behind the size that the head says is gone
+  Punch = 4,     // a range of bytes of inline content became zeros
+  Closed = 5,    // the last writable handle was released
+  Settled = 6,   // the catalog holds what came up to the sequence in the payload
+};
+
+inline constexpr uint16_t kPrivilegesDropped = 1;
+
+// A record of the journal: this, then `bytes` of payload, at a multiple of 8.
+struct ChangeHead {
+  uint32_t crc;  // of all behind it, payload included
+  uint32_t bytes;
+  Change kind;
+  uint16_t flags;
+  uint32_t generation;  // lower half of the area's
+  uint64_t sequence;
+  uint64_t ino;
+  uint64_t size;  // of the file, after the change, as are the times
+  int64_t mtime_ns;
+  int64_t ctime_ns;
+};
+static_assert(sizeof(ChangeHead) == 56);
+
+// Payload of Extents, any number of them; of Erase one, of which only block and count are used.
+struct ChangeExtent {
+  uint64_t block;
+  uint64_t count;
+  uint64_t object;
+  uint32_t object_block;
+  uint16_t device;
+  uint16_t unwritten;
+};
+static_assert(sizeof(ChangeExtent) == 32);
 
 }  // namespace fpfs::arena

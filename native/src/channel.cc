@@ -89,7 +89,7 @@ Channel::~Channel() {
   ::close(fuse_fd_);
 }
 
-Result<int> Channel::start(uint32_t threads) {
+Result<int> Channel::start(uint32_t threads, const std::optional<fuse_init_in>& init) {
   int pair[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) {
     return Status::from_errno("socketpair");
@@ -108,6 +108,11 @@ Result<int> Channel::start(uint32_t threads) {
     }
   }
   socket_ = pair[0];
+  if (init.has_value()) {
+    const MutexLock lock(relay_mutex_);
+    kernel_init_ = *init;
+    resuming_ = true;
+  }
   receiving_ = std::vector<Receiving>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
     threads_.push_back(start_thread("fpfs-channel-" + std::to_string(i),
@@ -128,6 +133,10 @@ void Channel::stop() {
   {
     const MutexLock lock(notify_mutex_);
     notify_wanted_.notify_all();
+  }
+  {
+    const MutexLock lock(relay_mutex_);
+    resumed_.notify_all();
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -155,6 +164,7 @@ void Channel::receive_loop(int thread) {
     if (epoll_ctl(r->ready.get(), EPOLL_CTL_ADD, fd, &event) != 0) return connection_lost(errno);
   }
   r->lease.thread = thread;
+  if (!wait_resumed()) return;
   r->landing = landing_pool_.take([] {});
   size_t received = 0;
   while (r->landing != nullptr && receive(*r, &received)) {

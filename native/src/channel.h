@@ -76,8 +76,10 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  // Starts the threads; the descriptor that pyfuse3 is to read.
-  Result<int> start(uint32_t threads);
+  // Starts the threads; the descriptor that pyfuse3 is to read. With `init`, the kernel's INIT of a
+  // connection that another process served: pyfuse3 gets it again, and the kernel is asked for what
+  // nobody has answered.
+  Result<int> start(uint32_t threads, const std::optional<fuse_init_in>& init);
   // Closes the connection's descriptors and joins the threads.
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
@@ -158,6 +160,8 @@ class Channel {
   void relay_forgets(const FuseRequest& request);
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
+  bool resume();
+  bool wait_resumed() EXCLUDES(relay_mutex_);
   void wake_relay();
   bool relay_replies();
   void flush_backlog() EXCLUDES(relay_mutex_);
@@ -194,6 +198,8 @@ class Channel {
   Mutex relay_mutex_;
   std::unordered_map<uint64_t, uint32_t> watched_ GUARDED_BY(relay_mutex_);
   fuse_init_in kernel_init_ GUARDED_BY(relay_mutex_){};
+  bool resuming_ GUARDED_BY(relay_mutex_) = false;  // until pyfuse3 has answered INIT
+  CondVar resumed_ GUARDED_BY(relay_mutex_);
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 
   Mutex sync_mutex_;

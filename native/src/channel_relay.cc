@@ -14,6 +14,8 @@ namespace fpfs {
 namespace {
 
 constexpr int kInterruptCheckMs = 100;
+constexpr uint64_t kReplayedUnique = UINT64_MAX;  // the kernel's are smaller
+constexpr int kNotifyResend = 7;                  // FUSE_NOTIFY_RESEND, Linux 6.9
 
 }  // namespace
 
@@ -26,6 +28,8 @@ void Channel::let_releases_pass(uint64_t before) const {
   }
 }
 
+// The request's number takes the place of the caller's pid, which pyfuse3 hands on without looking
+// at it: handlers tell by it what was done already when the kernel sends a request again.
 void Channel::relay(const FuseRequest& request) {
   let_releases_pass();
   statistics_.relayed.fetch_add(1, std::memory_order_relaxed);
@@ -33,19 +37,22 @@ void Channel::relay(const FuseRequest& request) {
   if (opcode == FUSE_INIT || opcode == FUSE_OPEN || opcode == FUSE_CREATE) {
     const MutexLock lock(relay_mutex_);
     watched_[request.unique()] = opcode;
-    if (opcode == FUSE_INIT) request.argument(&kernel_init_);
+    if (opcode == FUSE_INIT && request.argument(&kernel_init_)) {
+      engine_.arena().record_connection(kernel_init_);
+    }
   }
   iovec parts[6];
   size_t count = 0;
-  parts[count++] = {const_cast<char*>(request.head()), request.head_bytes()};
+  char head[wire::kWriteHeaderBytes];
+  std::memcpy(head, request.head(), request.head_bytes());
+  const uint32_t number = wire::request_number(request.unique());
+  std::memcpy(head + offsetof(fuse_in_header, pid), &number, sizeof number);
+  parts[count++] = {head, request.head_bytes()};
   size_t left = sizeof(fuse_in_header) + request.body_bytes() - request.head_bytes();
   fuse_read_in directory{};
-  char capped[wire::kWriteHeaderBytes];
   if ((opcode == FUSE_READDIR || opcode == FUSE_READDIRPLUS) && request.argument(&directory)) {
     directory.size = std::min(directory.size, wire::kRelayReplyBytesMax);
-    std::memcpy(capped, request.head(), sizeof(fuse_in_header));
-    std::memcpy(capped + sizeof(fuse_in_header), &directory, sizeof directory);
-    parts[0].iov_base = capped;
+    std::memcpy(head + sizeof(fuse_in_header), &directory, sizeof directory);
   }
   for (size_t i = 0; i < request.rest().count && left > 0; ++i) {
     const size_t n = std::min(left, request.rest().pieces[i].length);
@@ -118,8 +125,62 @@ void Channel::wake_relay() {
   [[maybe_unused]] const ssize_t n = ::write(relay_fd_, &one, sizeof one);
 }
 
+// pyfuse3 begins with INIT, which the kernel sent to the process that served it before. Then the
+// kernel hands out again what that process had taken and not answered.
+bool Channel::resume() {
+  struct {
+    fuse_in_header header;
+    fuse_init_in init;
+  } message{};
+  {
+    const MutexLock lock(relay_mutex_);
+    if (!resuming_) return true;
+    message.init = kernel_init_;
+  }
+  message.header.len = sizeof message;
+  message.header.opcode = FUSE_INIT;
+  message.header.unique = kReplayedUnique;
+  if (::send(socket_, &message, sizeof message, MSG_NOSIGNAL) < 0) return false;
+  pollfd wait[2] = {{socket_, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
+  while (poll(wait, 2, -1) < 0) {
+    if (errno != EINTR) return false;
+  }
+  std::vector<char> reply(wire::kMaxWriteBytes);
+  fuse_out_header answer{};
+  if (stopping_ || recv(socket_, reply.data(), reply.size(), 0) < ssize_t{sizeof answer}) {
+    return false;
+  }
+  std::memcpy(&answer, reply.data(), sizeof answer);
+  if (answer.unique != kReplayedUnique || answer.error != 0) {
+    engine_.log(50, "pyfuse3 did not take over the connection");
+    return false;
+  }
+  fuse_out_header resend{};
+  resend.len = sizeof resend;
+  resend.error = kNotifyResend;
+  // ENODEV: the connection has ended, as the channel threads will see.
+  if (::write(fuse_fd_, &resend, sizeof resend) < 0 && errno != ENODEV) {
+    engine_.log(50, "the kernel does not send again what a server that died left unanswered (" +
+                        std::string(std::strerror(errno)) +
+                        "; Linux 6.9 does): the mount ends, and the next one takes over");
+    return false;
+  }
+  const MutexLock lock(relay_mutex_);
+  resuming_ = false;
+  resumed_.notify_all();
+  return true;
+}
+
+// Nothing is received from the kernel before that. False when the channel ends.
+bool Channel::wait_resumed() {
+  const MutexLock lock(relay_mutex_);
+  while (resuming_ && !stopping_) resumed_.wait(relay_mutex_);
+  return !stopping_;
+}
+
 // What channel threads must not wait for: room in the socket, and replies while they all wait.
 void Channel::relay_loop() {
+  if (!resume()) return connection_lost(ENOTCONN);
   while (!stopping_) {
     short events = 0;
     {

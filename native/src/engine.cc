@@ -63,13 +63,7 @@ Status Engine::start() {
     return Status(EINVAL, "a slot is a multiple of 64 KiB, up to " +
                               std::to_string(kSlotBlocksMax * kBlockBytes) + " bytes");
   }
-  std::string warning;
-  auto arena = Arena::create(
-      {config_.arena_path, config_.filesystem_id, config_.staging_bytes, config_.slot_bytes},
-      &warning);
-  if (!arena.ok()) return arena.status();
-  arena_ = arena.take();
-  if (!warning.empty()) log(30, warning);
+  if (Status status = open_arena(); !status.ok()) return status;
   read_buffers_ =
       std::make_unique<ReadBuffers>(kReadBufferCount, wire::kMaxWriteBytes + 2 * kIoAlignment);
   copy_buffer_ = read_buffers_->take();
@@ -94,6 +88,20 @@ Status Engine::start() {
     devices_.push_back(opened.take());
     by_number_[number] = devices_.back().get();
   }
+  return {};
+}
+
+Status Engine::open_arena() {
+  const Arena::Config config{config_.arena_path, config_.filesystem_id, config_.staging_bytes,
+                             config_.slot_bytes};
+  std::string warning;
+  Remains remains;
+  auto arena = config_.take_over ? Arena::attach(config, -1, &remains, &warning)
+                                 : Arena::create(config, &warning);
+  if (!arena.ok()) return arena.status();
+  arena_ = arena.take();
+  if (!warning.empty()) log(30, warning);
+  sort_remains(std::move(remains));
   return {};
 }
 
@@ -163,7 +171,7 @@ Status Engine::load(uint64_t ino, Placement placement, uint64_t size, int64_t mt
   }
   // Made under a mount with larger chunks. What lies where is in the map, so its new chunks may be
   // smaller.
-  placement.chunk_bytes = std::min(placement.chunk_bytes, config_.slot_bytes);
+  placement.chunk_bytes = std::min(placement.chunk_bytes, arena_->slot_bytes());
   auto loaded = std::make_shared<File>(*this, ino, std::move(placement));
   Status status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
   if (!status.ok())
@@ -192,38 +200,56 @@ Status Engine::unload(uint64_t ino) {
   return {};
 }
 
-Status Engine::open_handle(uint64_t id, uint64_t ino, uint32_t flags) {
+Status Engine::record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request) {
+  arena::HandleRecord record{};
+  record.handle = handle;
+  record.ino = ino;
+  record.flags = flags;
+  record.request = request;
+  return arena_->record_handle(record);
+}
+
+Status Engine::open_handle(uint64_t id, uint64_t ino, uint32_t flags, uint32_t request) {
   const std::shared_ptr<File> found = file(ino);
   if (found == nullptr) return Status(ENOENT, "inode is not loaded");
-  if (Status status = arena_->record_handle(id, ino, flags); !status.ok()) return status;
-  auto handle = std::make_shared<Handle>();
-  handle->id = id;
-  handle->flags = flags;
-  handle->file = found;
-  {
-    const MutexLock lock(handle->mutex);
-    handle->errors_seen = found->error_count();
-  }
-  const MutexLock lock(table_mutex_);
-  Counts& counts = counts_[ino];
-  ++counts.handles;
-  if (handle->writable()) ++counts.writers;
-  handles_[id] = std::move(handle);
+  if (Status status = record_handle(id, ino, flags, request); !status.ok()) return status;
+  register_handle(id, flags, found);
   return {};
 }
 
-bool Engine::release_handle(uint64_t id) {
-  arena_->forget_handle(id);
-  std::shared_ptr<Handle> gone;
+void Engine::register_handle(uint64_t id, uint32_t flags, const std::shared_ptr<File>& file) {
+  auto handle = std::make_shared<Handle>();
+  handle->id = id;
+  handle->flags = flags;
+  handle->file = file;
+  {
+    const MutexLock lock(handle->mutex);
+    handle->errors_seen = file->error_count();
+  }
   const MutexLock lock(table_mutex_);
-  const auto it = handles_.find(id);
-  if (it == handles_.end()) return false;
-  gone = std::move(it->second);
-  handles_.erase(it);
-  Counts& counts = counts_[gone->file->ino()];
-  if (gone->writable()) --counts.writers;
-  if (gone->cached) --counts.cached;
-  if (--counts.handles == 0) counts_.erase(gone->file->ino());
+  Counts& counts = counts_[file->ino()];
+  ++counts.handles;
+  if (handle->writable()) ++counts.writers;
+  handles_[id] = std::move(handle);
+}
+
+bool Engine::release_handle(uint64_t id) {
+  std::shared_ptr<Handle> gone;
+  bool last_writer = false;
+  {
+    const MutexLock lock(table_mutex_);
+    const auto it = handles_.find(id);
+    if (it == handles_.end()) return false;
+    gone = std::move(it->second);
+    handles_.erase(it);
+    Counts& counts = counts_[gone->file->ino()];
+    if (gone->writable()) last_writer = --counts.writers == 0;
+    if (gone->cached) --counts.cached;
+    if (--counts.handles == 0) counts_.erase(gone->file->ino());
+  }
+  // Before the handle is forgotten: a restart has to know one of both.
+  if (last_writer) gone->file->closed();
+  arena_->forget_handle(id);
   return true;
 }
 
@@ -480,9 +506,14 @@ void Engine::relieve_pressure() {
 
 // --- channel ---
 
-Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories) {
+Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
   channel_ = std::make_unique<Channel>(*this, fuse_fd, std::move(directories));
-  return channel_->start(config_.channel_threads);
+  std::optional<fuse_init_in> init;
+  if (resume) {
+    init = arena_->connection();
+    if (!init.has_value()) return Status(ESTALE, "the staging arena knows of no connection");
+  }
+  return channel_->start(config_.channel_threads, init);
 }
 
 void Engine::complete_write(uint64_t ticket, int error) {

@@ -33,6 +33,7 @@ enum class Ack { Early, Close, Durable };
 struct EngineConfig {
   std::vector<std::pair<uint16_t, std::string>> devices;  // number, objects directory
   std::string arena_path;
+  bool take_over = false;  // the arena is there: another process left it
   std::string filesystem_id;
   uint64_t staging_bytes = 0;
   uint64_t slot_bytes = 1 << 20;
@@ -101,12 +102,28 @@ class Engine : public Plane {
   std::vector<Event> take_events() EXCLUDES(event_mutex_);
   void post(Event event) EXCLUDES(event_mutex_);
 
+  // What another process left, to be taken over before anything is served: open handles, and inodes
+  // with changes in the order of their last closes. Each inode is loaded and recovered, or
+  // abandoned; then each handle adopted, or forgotten.
+  struct Left {
+    std::vector<arena::HandleRecord> handles;
+    std::vector<uint64_t> inos;
+  };
+  Left left() const;
+  uint64_t recover(uint64_t ino);
+  void abandon(uint64_t ino);
+  Status adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
+
   Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               std::optional<std::string> content,
               const std::vector<std::pair<uint32_t, std::string>>& segments);
   std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
   Status unload(uint64_t ino) EXCLUDES(table_mutex_);
-  Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
+  // `request`: number of the request that the handle is the answer to, 0 if that does not matter.
+  Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request = 0)
+      EXCLUDES(table_mutex_);
+  // Of a directory, say: it is not served here, but a successor has to know of it.
+  Status record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request);
   bool release_handle(uint64_t handle) EXCLUDES(table_mutex_);  // whether there was one
   // The kernel has closed the handle. Python, which has to follow before it does anything that the
   // kernel asks for later, takes it at its next request; an event comes when there is none soon.
@@ -125,7 +142,8 @@ class Engine : public Plane {
   uint64_t remove_objects(std::vector<ObjectKey> objects);
 
   // `directories`: what the channel may say of them by itself.
-  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories);
+  // `resume`: another process served the connection, and the arena knows it.
+  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume);
   void complete_write(uint64_t ticket, int error);
   Channel* channel() { return channel_.get(); }
   ReadBuffers& read_buffers() { return *read_buffers_; }
@@ -157,7 +175,18 @@ class Engine : public Plane {
   };
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
+  // What is left of one inode.
+  struct Remainder {
+    std::vector<StagedSlot> slots;
+    std::vector<JournalEntry> changes;
+    uint64_t closed = 0;   // sequence of the last close by a last writer, if any
+    uint64_t changed = 0;  // of the last other change
+  };
   Status start();
+  Status open_arena();
+  void sort_remains(Remains remains);
+  void register_handle(uint64_t handle, uint32_t flags, const std::shared_ptr<File>& file)
+      EXCLUDES(table_mutex_);
   Status open_event_fd();
   void relieve_pressure();
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
@@ -177,6 +206,8 @@ class Engine : public Plane {
   Worker waker_;
   std::atomic<uint64_t> ticket_{1};
   bool closed_ = false;
+  std::unordered_map<uint64_t, Remainder> remainders_;  // used by one thread, before serve()
+  std::vector<arena::HandleRecord> left_handles_;
 
   Mutex event_mutex_;
   std::vector<Event> events_ GUARDED_BY(event_mutex_);

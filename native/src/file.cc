@@ -62,11 +62,14 @@ void File::set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
   const MutexLock lock(mutex_);
   if (mtime_ns.has_value()) mtime_ns_ = *mtime_ns;
   ctime_ns_ = ctime_ns;
+  // Those of a file without changes are the catalog's.
+  if (sequence_ != committed_sequence_) note_state_now();
 }
 
 void File::drop_privileges() {
   const MutexLock lock(mutex_);
-  privileges_dropped_ = true;
+  if (std::exchange(privileges_dropped_, true)) return;
+  note_state_now();
 }
 
 void File::privileges_restored() {
@@ -169,6 +172,31 @@ void File::blame(uint16_t device, int error) {
     default:
       return;
   }
+}
+
+FileState File::state() { return {ino_, size_, mtime_ns_, ctime_ns_, privileges_dropped_}; }
+
+bool File::note(const std::function<Status(Journal&, const FileState&)>& enter) {
+  const Status status = enter(plane_.arena().journal(), state());
+  if (!status.ok()) {
+    say_once(40, "what would happen to its changes if the server died is not known: " +
+                     status.message());
+  }
+  return status.ok();
+}
+
+void File::note_state_now() {
+  note([](Journal& journal, const FileState& state) {
+    return journal.note(state, arena::Change::None);
+  });
+}
+
+void File::closed() {
+  const MutexLock lock(mutex_);
+  if (sequence_ == committed_sequence_) return;
+  note([](Journal& journal, const FileState& state) {
+    return journal.note(state, arena::Change::Closed);
+  });
 }
 
 void File::publish(Slot* slot, arena::SlotState state) {

@@ -144,7 +144,8 @@ class File : public std::enable_shared_from_this<File> {
   void set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) EXCLUDES(mutex_);
   void drop_privileges() EXCLUDES(mutex_);
   void privileges_restored() EXCLUDES(mutex_);
-  bool idle() EXCLUDES(mutex_);  // nothing unsaved, nothing in flight
+  void closed() EXCLUDES(mutex_);  // its last writable handle is being released
+  bool idle() EXCLUDES(mutex_);    // nothing unsaved, nothing in flight
 
   // Reports an I/O error once to each `seen` counter.
   int take_error(uint64_t* seen) EXCLUDES(mutex_);
@@ -163,6 +164,13 @@ class File : public std::enable_shared_from_this<File> {
       EXCLUDES(mutex_);
   // Seals `slot` if it is still an open slot of this file (arena pressure).
   bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
+
+  // --- taking over what another process left (file_recover.cc) ---
+  // On top of load(), before anything else: its changes, and the slots that it left of this inode,
+  // both in order. attach_recovered() has to be called until it says Done.
+  void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots)
+      EXCLUDES(mutex_);
+  Outcome attach_recovered() EXCLUDES(mutex_);
 
   // --- moving to the devices (file_drain.cc) ---
   void drain(bool last, DrainDone done) EXCLUDES(mutex_);
@@ -213,12 +221,24 @@ class File : public std::enable_shared_from_this<File> {
   bool lost(uint64_t begin, uint64_t end) REQUIRES(mutex_);
   void publish(Slot* slot, arena::SlotState state) REQUIRES(mutex_);
 
+  FileState state() REQUIRES(mutex_);
+  // Enters what just happened into the journal, where a restart finds it. False: there is no room.
+  bool note(const std::function<Status(Journal&, const FileState&)>& enter) REQUIRES(mutex_);
+  void note_state_now() REQUIRES(mutex_);
+
+  // file_recover.cc
+  void replay(const JournalEntry& entry) REQUIRES(mutex_);
+  void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
+  void find_garbage() REQUIRES(mutex_);
+  Outcome zero_recovered_tails(Actions& actions) REQUIRES(mutex_);
+
   // file_write.cc
   std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
   bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare, int thread,
                   Actions& actions) REQUIRES(mutex_);
   void give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) REQUIRES(mutex_);
   Outcome reserve(std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
+  Outcome reserve_for(Slot* slot, Actions& actions) REQUIRES(mutex_);
   uint64_t blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax>* blocks)
       REQUIRES(mutex_);
   void apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Actions& actions)
@@ -250,6 +270,7 @@ class File : public std::enable_shared_from_this<File> {
   void zero(uint64_t offset, uint64_t end, Done done);
   void shrink_staged(uint64_t size, Actions& actions) REQUIRES(mutex_);
   void shrink(uint64_t size, Actions& actions) REQUIRES(mutex_);
+  void note_truncated() REQUIRES(mutex_);
   bool written_at(uint64_t offset) REQUIRES(mutex_);
   Outcome allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions)
       REQUIRES(mutex_);
@@ -273,12 +294,14 @@ class File : public std::enable_shared_from_this<File> {
   void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
   void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  void retire_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void add_barrier(
       std::function<void(Actions&, int)> reached, Actions& actions,
       std::function<void()> begun = [] {}) REQUIRES(mutex_);
   void begin_barrier(Actions& actions) REQUIRES(mutex_);
   void check_barrier(Actions& actions) REQUIRES(mutex_);
-  void adopt(const std::vector<Extent>& written) REQUIRES(mutex_);
+  bool adopt(const std::vector<Extent>& written) REQUIRES(mutex_);
+  void map_written(const Extent& extent) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
   SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
   std::string compose_inline() REQUIRES(mutex_);
@@ -317,7 +340,15 @@ class File : public std::enable_shared_from_this<File> {
 
   uint64_t sequence_ GUARDED_BY(mutex_) = 0;            // grows with every change
   uint64_t committed_sequence_ GUARDED_BY(mutex_) = 0;  // the last change that the catalog holds
+  struct RecoveredTail {  // bytes that a truncation cut off, of the block that remains
+    uint64_t begin;
+    uint64_t end;
+    uint64_t sequence;
+  };
+  std::vector<StagedSlot> recovered_slots_ GUARDED_BY(mutex_);  // not in chains_ yet
+  std::vector<RecoveredTail> recovered_tails_ GUARDED_BY(mutex_);
   // Of the last snapshot that is not yet committed:
+  uint64_t snapshot_noted_ GUARDED_BY(mutex_) = 0;  // changes in the journal that it covers
   std::set<uint32_t> snapshot_segments_ GUARDED_BY(mutex_);
   std::vector<Extent> snapshot_garbage_ GUARDED_BY(mutex_);
   std::vector<std::pair<uint16_t, uint64_t>> snapshot_dead_ GUARDED_BY(mutex_);

@@ -316,19 +316,26 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
   if (--slot->pending_io == 0) finish_slot(slot, actions);
 }
 
-// The map learns of places whose bytes are on the device.
-void File::adopt(const std::vector<Extent>& written) {
-  for (const Extent& extent : written) {
-    std::vector<Extent> replaced;
-    map_.assign(extent, &replaced);
-    for (const Extent& old : replaced) {
-      const Place& place = old.place;
-      const uint64_t shift = old.block - extent.block;
-      const bool same = place.unwritten && place.device == extent.place.device &&
-                        place.object == extent.place.object &&
-                        place.object_block == extent.place.object_block + shift;
-      if (!same) garbage_.push_back(old);
-    }
+// The map learns of places whose bytes are on the device. False: the journal has no room for them.
+bool File::adopt(const std::vector<Extent>& written) {
+  const bool noted = note([&](Journal& journal, const FileState& state) {
+    return journal.note_extents(state, written);
+  });
+  if (!noted) return false;
+  for (const Extent& extent : written) map_written(extent);
+  return true;
+}
+
+void File::map_written(const Extent& extent) {
+  std::vector<Extent> replaced;
+  map_.assign(extent, &replaced);
+  for (const Extent& old : replaced) {
+    const Place& place = old.place;
+    const uint64_t shift = old.block - extent.block;
+    const bool same = place.unwritten && place.device == extent.place.device &&
+                      place.object == extent.place.object &&
+                      place.object_block == extent.place.object_block + shift;
+    if (!same) garbage_.push_back(old);
   }
 }
 
@@ -340,9 +347,25 @@ void File::finish_slot(Slot* slot, Actions& actions) {
     for (const auto& range : slot->ranges.all()) {
       lost_.emplace_back(start + range.begin, start + range.end);
     }
-  } else {
-    adopt(slot->written);
+  } else if (!adopt(slot->written)) {
+    // The slot keeps the bytes; commits of other files make room.
+    plane_.park([self = shared_from_this(), slot] {
+      Actions after;
+      {
+        const MutexLock lock(self->mutex_);
+        if (!self->adopt(slot->written)) return false;
+        self->retire_slot(slot, after);
+      }
+      after.run();
+      return true;
+    });
+    return;
   }
+  retire_slot(slot, actions);
+}
+
+// The slot's bytes are on the device, or given up.
+void File::retire_slot(Slot* slot, Actions& actions) {
   const uint64_t chunk = slot->chunk;
   detach(slot);
   release_slot(slot, actions);
@@ -443,6 +466,9 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
     if (!live.contains(key)) snapshot_dead_.push_back(key);
   }
   base.dead = snapshot_dead_;
+  snapshot_noted_ = plane_.arena().sequence();
+  // Since the barrier began, size and times may have changed: this has to survive the commit.
+  if (sequence_ != base.sequence) note_state_now();
   snapshot_garbage_ = std::exchange(garbage_, {});
   for (const Extent& extent : snapshot_garbage_) {
     if (live.contains({extent.place.device, extent.place.object})) base.garbage.push_back(extent);
@@ -523,6 +549,9 @@ void File::committed(uint64_t sequence) {
     snapshot_segments_.clear();
     snapshot_garbage_.clear();
     for (const auto& key : std::exchange(snapshot_dead_, {})) objects_.erase(key);
+    // A file without changes has nothing in the journal that matters, whenever it was entered.
+    const bool clean = sequence_ == sequence;
+    plane_.arena().journal().settle(ino_, clean ? UINT64_MAX : snapshot_noted_);
     if (inline_mode_ && sequence_ == sequence) {
       inline_ = compose_inline();
       std::vector<Slot*> done;
@@ -564,6 +593,7 @@ void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> 
         [this, done](Actions& after, int) {
           mutex_.assert_held();
           dropped_ = true;
+          plane_.arena().journal().settle(ino_, UINT64_MAX);
           std::vector<std::pair<uint16_t, uint64_t>> keys;
           for (const auto& [key, object] : objects_) keys.push_back(key);
           after.add([done, keys] { done(keys); });

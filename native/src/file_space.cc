@@ -207,11 +207,12 @@ void File::shrink_staged(uint64_t size, Actions& actions) {
 }
 
 void File::shrink(uint64_t size, Actions& actions) {
+  size_ = size;
+  touch_times();
+  note_truncated();
   shrink_staged(size, actions);
   const uint64_t first = blocks_up(size);
   map_.erase(first, UINT64_MAX - first, &garbage_);
-  size_ = size;
-  touch_times();
   if (size != 0 || !chains_.empty()) return;
   inline_mode_ = true;  // a new content begins, on objects of its own
   inline_.clear();
@@ -220,6 +221,12 @@ void File::shrink(uint64_t size, Actions& actions) {
   for (auto it = appenders_.begin(); it != appenders_.end();) {
     it = it->second->growing ? std::next(it) : appenders_.erase(it);
   }
+}
+
+void File::note_truncated() {
+  note([](Journal& journal, const FileState& state) {
+    return journal.note(state, arena::Change::Truncate);
+  });
 }
 
 void File::truncate(uint64_t size, Done done) {
@@ -231,15 +238,16 @@ void File::truncate(uint64_t size, Done done) {
     } else if (size >= size_) {
       size_ = size;
       touch_times();
+      note_state_now();
       actions.add([done] { done(0); });
     } else if (inline_mode_) {
-      inline_.resize(std::min<size_t>(inline_.size(), size));
-      shrink_staged(size, actions);
       size_ = size;
       touch_times();
+      note_truncated();
+      inline_.resize(std::min<size_t>(inline_.size(), size));
+      shrink_staged(size, actions);
       actions.add([done] { done(0); });
     } else {
-      if (barriers_.empty()) shrink_staged(size, actions);  // need not be written first
       add_barrier(
           [this, size, done](Actions& after, int) {
             mutex_.assert_held();
@@ -333,6 +341,7 @@ Outcome File::allocate_locked(uint64_t offset, uint64_t length, bool keep_size, 
   }
   if (!keep_size) size_ = std::max(size_, end);
   touch_times();
+  note_state_now();
   return {};
 }
 
@@ -360,6 +369,7 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
     entry.written_end = entry.next_block * kBlockBytes;
     map_.assign(run, &garbage_);
   }
+  note([&](Journal& journal, const FileState& state) { return journal.note_extents(state, runs); });
   ++sequence_;  // what an allocation that fails later has taken is committed, or it would be lost
   return {};
 }
@@ -368,6 +378,9 @@ void File::punch_inline(uint64_t offset, uint64_t end) {
   if (offset < inline_.size()) {
     std::memset(inline_.data() + offset, 0, std::min<uint64_t>(end, inline_.size()) - offset);
   }
+  note([&](Journal& journal, const FileState& state) {
+    return journal.note_punched(state, offset, end);
+  });
   const auto chain = chains_.find(0);
   if (chain == chains_.end()) return;
   for (Slot* slot : chain->second) {
@@ -385,8 +398,8 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
     const MutexLock lock(mutex_);
     const uint64_t end = length > kFileBytesMax ? kFileBytesMax : offset + length;
     if (inline_mode_) {
-      punch_inline(offset, end);
       touch_times();
+      punch_inline(offset, end);
       actions.add([done] { done(0); });
     } else {
       add_barrier(
@@ -404,8 +417,13 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
 void File::punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actions) {
   const uint64_t first = blocks_up(offset);
   const uint64_t last = end / kBlockBytes;
-  if (first < last) map_.erase(first, last - first, &garbage_);
   touch_times();
+  if (first < last) {
+    map_.erase(first, last - first, &garbage_);
+    note([&](Journal& journal, const FileState& state) {
+      return journal.note_erased(state, first, last - first);
+    });
+  }
   std::vector<std::pair<uint64_t, uint64_t>> edges;
   const uint64_t head_end = std::min(end, first * kBlockBytes);
   if (offset < head_end && written_at(offset)) edges.emplace_back(offset, head_end);

@@ -229,6 +229,19 @@ Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
   return {};
 }
 
+// Promises space for a slot that comes from another process.
+Outcome File::reserve_for(Slot* slot, Actions& actions) {
+  std::vector<ChunkPiece> pieces(1);
+  ChunkPiece& piece = pieces[0];
+  piece.chunk = slot->chunk;
+  piece.begin = slot->ranges.all().front().begin;
+  piece.end = slot->ranges.last_end();
+  piece.slot = slot;
+  piece.fresh = true;
+  slot->device = device_for(slot->chunk);
+  return reserve(pieces, actions);
+}
+
 void File::apply(ChunkPiece& piece, const Payload& payload, Lease* lease, Actions& actions) {
   Slot* slot = piece.slot;
   payload.copy_to(slot->data + piece.begin, piece.from, piece.end - piece.begin);

@@ -32,6 +32,15 @@ inline constexpr uint32_t kMaxReadaheadBytes = 16 * 1024 * 1024;
 inline constexpr uint16_t kMaxBackground = 4096;
 inline constexpr uint16_t kCongestionThreshold = 48;
 
+// What handlers know a request by: 30 bits that differ for all requests under way, and whether the
+// kernel has sent it before (FUSE_UNIQUE_RESEND, Linux 6.9). Uniques grow by 2.
+inline constexpr uint64_t kUniqueResent = uint64_t{1} << 63;
+inline constexpr uint32_t kNumberResent = 1u << 30;
+inline constexpr uint32_t request_number(uint64_t unique) {
+  const auto number = static_cast<uint32_t>(unique >> 1) & (kNumberResent - 1);
+  return (unique & kUniqueResent) != 0 ? number | kNumberResent : number;
+}
+
 // Replies to directory reads are kept below the smallest socket buffer an ordinary user can have.
 inline constexpr uint32_t kRelayReplyBytesMax = 64 * 1024;
 

@@ -40,7 +40,7 @@ class Kernel {
     int pair[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
     kernel_.reset(pair[0]);
-    auto served = fixture_.engine().serve(pair[1], directories_);
+    auto served = fixture_.engine().serve(pair[1], directories_, false);
     REQUIRE_MESSAGE(served.ok(), served.status().message());
     python_.reset(served.take());
     open(kIno, kHandle);

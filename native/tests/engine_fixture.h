@@ -23,6 +23,9 @@ struct EngineOptions {
       {};  // of the first devices; temporary directories for the others
   Ack ack = Ack::Early;
   uint32_t channel_threads = 1;
+  std::string arena = {};    // its file; a memfd without
+  bool take_over = false;    // it is there
+  uint64_t mount_count = 0;  // how often these devices were opened before
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -34,7 +37,10 @@ struct Committed {
 
 class EngineFixture {
  public:
-  explicit EngineFixture(EngineOptions options = {}) : options_(options) { open(); }
+  explicit EngineFixture(EngineOptions options = {})
+      : options_(options), opened_(options.mount_count) {
+    open();
+  }
   ~EngineFixture() { engine_->close(); }
 
   Engine& engine() { return *engine_; }
@@ -49,6 +55,12 @@ class EngineFixture {
     engine_->close();
     engine_.reset();
     open();
+  }
+
+  void reopen_without_arena() {
+    options_.arena.clear();
+    options_.take_over = false;
+    reopen();
   }
 
   std::shared_ptr<File> load(uint64_t ino) {
@@ -159,6 +171,21 @@ class EngineFixture {
     engine_->remove_objects(snapshot.dead);
   }
 
+  std::map<uint64_t, Committed>& catalog() { return committed_; }
+
+  // What another process left of an inode that is loaded.
+  int recover(uint64_t ino) {
+    const uint64_t ticket = engine_->recover(ino);
+    for (;;) {
+      pollfd wait{engine_->event_fd(), POLLIN, 0};
+      REQUIRE(::poll(&wait, 1, 60'000) == 1);
+      for (const Event& event : engine_->take_events()) {
+        const auto* done = std::get_if<DoneEvent>(&event);
+        if (done != nullptr && done->ticket == ticket) return done->error;
+      }
+    }
+  }
+
   // Drains and commits, as the commit module does.
   int commit(File& file, bool last) {
     SnapshotData snapshot;
@@ -180,15 +207,18 @@ class EngineFixture {
     config.object_base = ++opened_;
     config.ack = options_.ack;
     config.channel_threads = options_.channel_threads;
+    config.arena_path = options_.arena;
+    config.take_over = options_.take_over;
+    config.filesystem_id = "fixture";
     auto opened = Engine::open(config);
     REQUIRE_MESSAGE(opened.ok(), opened.status().message());
     engine_ = opened.take();
   }
 
-  const EngineOptions options_;
+  EngineOptions options_;
   TempDirectory directory_;
   std::unique_ptr<Engine> engine_;
-  uint64_t opened_ = 0;
+  uint64_t opened_;
   std::map<uint64_t, Committed> committed_;
 };
 

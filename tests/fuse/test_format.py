@@ -53,7 +53,7 @@ def is_sound(record: bytes, crc: tuple[int, int]) -> bool:
 
 @pytest.fixture
 def arena() -> bytes:
-    """The arena of a mount in which 100,000 bytes at 5,000 of an open file are acknowledged."""
+    """The arena of a mount in which an open file was truncated, and written on from 5,000."""
     with mounted() as mount:
         return arena_while_writing(mount)
 
@@ -61,24 +61,56 @@ def arena() -> bytes:
 def arena_while_writing(mount: Mount) -> bytes:
     """Write into a file, and read the arena before the file is closed."""
     with (mount.root / "file").open("wb", buffering=0) as writer:
+        writer.write(b"x" * 4_000)
+        writer.truncate(3_000)
         writer.seek(5_000)
         writer.write(b"x" * 100_000)
-        return Path(arena_path(mount.status().filesystem_id)).read_bytes()
+        path = Path(arena_path(mount.status().filesystem_id))
+        with path.open("rb") as stream:
+            # Not all of it: the journal's areas are mostly holes.
+            return stream.read(mount.status().staging.bytes_total + 16 * 1024**2)
 
 
 def test_the_arenas_header_is_as_documented(arena: bytes) -> None:
     fields = offsets("Arena header")
     at, size = fields["magic `FPFARENA`"]
     assert arena[at : at + size] == b"FPFARENA"
-    assert number(arena, fields["format"]) == 1
+    assert number(arena, fields["format"]) == 2
     length = number(arena, fields["size of the header"])
     assert length == sum(fields["CRC32C of everything before"])
     assert is_sound(arena[:length], fields["CRC32C of everything before"])
     slots = number(arena, fields["number of slots"]) * number(arena, fields["size of a slot"])
-    assert number(arena, fields["where the data begins"]) + slots == len(arena)
+    assert number(arena, fields["where the data begins"]) + slots == journal_at(arena)
     at, size = fields["boot id"]
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert arena[at : at + size].rstrip(b"\0") == boot_id.encode()
+
+
+def journal_at(arena: bytes) -> int:
+    """Where the first area of the journal begins."""
+    at, size = offsets("Arena header")["8 tables"]
+    tables = struct.iter_unpack("<IIQQ", arena[at : at + 8 * size])
+    return min(offset for kind, _, offset, _ in tables if kind == 3)
+
+
+def test_a_truncation_is_found_in_the_journal_as_documented(arena: bytes) -> None:
+    record = offsets("Arena journal record")
+    at = journal_at(arena)
+    generation, complement = struct.unpack_from("<QQ", arena, at)
+    assert generation ^ complement == 2**64 - 1
+    at += 16
+    found = []
+    while True:
+        head = arena[at : at + 56]
+        whole = arena[at : at + 56 + number(head, record["size of the payload"])]
+        if number(head, record["lower half of the area's generation"]) != generation:
+            break
+        if crc32c(whole[4:]) != number(head, record["CRC32C of everything behind it"]):
+            break
+        (kind,) = struct.unpack_from("<H", head, record["kind"][0])
+        found.append((kind, number(head, record["size of the file after the change"])))
+        at += (len(whole) + 7) // 8 * 8
+    assert found == [(3, 3_000)]
 
 
 def test_an_acknowledged_write_is_found_in_the_arena_as_documented(arena: bytes) -> None:
@@ -91,9 +123,9 @@ def test_an_acknowledged_write_is_found_in_the_arena_as_documented(arena: bytes)
     assert number(newest, slot["inode"]) == number(opened, handle["inode"])
     assert number(newest, slot["size of the file after the last write into the slot"]) == 105_000
     assert number(newest, slot["chunk of the file that the slot holds"]) == 0
-    assert number(newest, slot["number of ranges"]) == 1
+    assert number(newest, slot["number of ranges"]) == 2
     at, _ = slot["8 ranges of bytes in the chunk that were acknowledged"]
-    assert struct.unpack_from("<II", newest, at) == (5_000, 105_000)
+    assert struct.unpack_from("<IIII", newest, at) == (0, 3_000, 5_000, 105_000)
 
 
 def test_the_catalogs_columns_are_as_documented() -> None:

@@ -23,6 +23,8 @@ from fpfs.daemon.inodes import Inode, InodeTable
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.namespace_directories import Listed
 from fpfs.daemon.namespace_entries import Caller
+from fpfs.daemon.requests import Requests
+from fpfs.daemon.takeover import TakeOver
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 
 ROOT = 1
@@ -61,11 +63,13 @@ class Rig:
             ack=ack,
             durable_within_s=durable_within_s,
         )
+        self.requests = Requests(self.catalog)
         self.namespace = Namespace(
             catalog=self.catalog,
             engine=self.engine,
             inodes=self.inodes,
             commit=self.commit,
+            requests=self.requests,
             policy=Policy(devices=(0, 1), chunk_bytes=65536, ack=ack),
             device_paths={0: folder, 1: folder},
         )
@@ -149,6 +153,19 @@ class Rig:
         self.namespace.forget(directory.ino, 1)
         return {os.fsdecode(entry.name) for entry in found}
 
+    async def take_over(self, *, is_successor: bool) -> None:
+        """Begin as a server does: with or without the kernel's connection of the one before."""
+        work = TakeOver(
+            catalog=self.catalog,
+            engine=self.engine,
+            inodes=self.inodes,
+            namespace=self.namespace,
+            commit=self.commit,
+            requests=self.requests,
+        )
+        taken = await work.run(with_handles=is_successor)
+        await self.commit.recover(keep=taken.kept)
+
     def call_names(self) -> list[str]:
         """Return the names of the engine's recorded calls, in order."""
         return [str(call[0]) for call in self.engine.calls]
@@ -167,10 +184,12 @@ async def rig(
     devices: MemoryDevices | None = None,
     ack: Acknowledge = Acknowledge.EARLY,
     durable_within_s: float = 1.0,
+    is_successor: bool = False,
 ) -> AsyncIterator[Rig]:
     """Start a mount in `folder`, formatted if it is empty. Ends as by kill -9: nothing is flushed.
 
-    What was answered survives, since it is in the catalog's log; so do drained bytes.
+    What was answered survives, since it is in the catalog's log; so do drained bytes, and open
+    handles for one that `is_successor`: it serves the kernel's connection of the one before.
     """
     if not (folder / "catalog.db").exists():
         Catalog.format(
@@ -182,7 +201,7 @@ async def rig(
     made = Rig(folder, devices or MemoryDevices(), ack=ack, durable_within_s=durable_within_s)
     try:
         async with trio.open_nursery() as nursery:
-            await made.commit.recover()
+            await made.take_over(is_successor=is_successor)
             nursery.start_soon(made.commit.run)
             nursery.start_soon(_answer_sync_writes, made)
             # The tasks are running before the first request.

@@ -1,0 +1,242 @@
+"""The keeper: the process that outlives servers, so that a mount outlives them too.
+
+It holds the descriptors that must not be closed while the mount lives (/dev/fuse: closing it fails
+every request; the devices' locks), and starts a server. When that dies, whatever the reason, it
+starts another, which takes over what the dead one left in the staging arena and asks the kernel for
+the requests that nobody has answered. Programs wait for that fraction of a second, and see nothing.
+
+The keeper has everything imported that a server needs, so another one is there as fast as fork(2).
+It has one thread and does nothing else: what it does not do cannot kill it.
+
+Invariants:
+  * A server tells the keeper of the mount before the kernel's first request is answered, and that
+    it ends in good order before it gives up what the next mount needs.
+  * A server that sees its keeper gone drains and ends the mount.
+
+Concurrency: one thread, which waits for signals, for the server's end and for its messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+_log = logging.getLogger("fpfs.keeper")
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals to the keeper that are meant for the mount."""
+
+FAILURES_MAX = 5
+"""Servers in a row that do not come so far as to answer, after which the mount is given up."""
+
+RETRY_S = 1.0
+"""Time between such servers: what they fail for may pass."""
+
+DESCRIPTORS_MAX = 253
+"""What one message over a Unix socket can carry (SCM_MAX_FD)."""
+
+_MESSAGE_BYTES_MAX = 4096
+
+
+class Notice(enum.StrEnum):
+    """What a server tells its keeper: here is what to hold, requests are answered, it ends."""
+
+    HOLD = "hold"
+    SERVING = "serving"
+    ENDING = "ending"
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One message; descriptors come beside it. `device` is the mount's ``major:minor``."""
+
+    notice: Notice
+    device: str = ""
+
+
+class Inherited(NamedTuple):
+    """What a server gets from one that died."""
+
+    device: str
+    fuse_fd: int
+    lock_fds: tuple[int, ...]
+    restarts: int
+    started_unix_s: float
+
+
+class KeeperLink:
+    """The server's end of its connection to the keeper."""
+
+    def __init__(self, link: socket.socket, *, keeper_pid: int) -> None:
+        """Take the socket over."""
+        self._socket = link
+        self.keeper_pid = keeper_pid
+
+    def fileno(self) -> int:
+        """The descriptor, which becomes readable when the keeper is gone."""
+        return self._socket.fileno()
+
+    def hold(self, *, device: str, fuse_fd: int, lock_fds: Sequence[int]) -> None:
+        """Give the keeper its own hold of what must not be closed."""
+        descriptors = [fuse_fd, *lock_fds]
+        message = msgspec.json.encode(_Message(notice=Notice.HOLD, device=device))
+        for first in range(0, len(descriptors), DESCRIPTORS_MAX):
+            now = descriptors[first : first + DESCRIPTORS_MAX]
+            socket.send_fds(self._socket, [message], now)
+
+    def serving(self) -> None:
+        """Tell the keeper that this server has come so far that it answers."""
+        self._socket.send(msgspec.json.encode(_Message(notice=Notice.SERVING)))
+
+    def ending(self) -> None:
+        """Tell the keeper that this server ends in good order and needs no successor."""
+        with contextlib.suppress(ConnectionError, BrokenPipeError):
+            self._socket.send(msgspec.json.encode(_Message(notice=Notice.ENDING)))
+
+
+Serve = Callable[[KeeperLink, Inherited | None], int]
+"""Runs a server in a process of its own; returns its exit status."""
+
+
+class Keeper:
+    """Runs servers of one mount, one after the other, until one ends in good order."""
+
+    def __init__(
+        self, *, serve: Serve, give_up: Callable[[], None], started: Callable[[], None]
+    ) -> None:
+        """`give_up` takes the mount away when servers die again and again.
+
+        `started` is called once, when the first server runs.
+        """
+        self._serve = serve
+        self._give_up = give_up
+        self._started = started
+        self._descriptors: list[int] = []
+        self._device = ""
+        self._serving = False
+        self._ending = False
+        self._failures = 0
+        self._restarts = 0
+        self._started_unix_s = time.time()
+        self._pid = 0
+
+    def run(self) -> int:
+        """Keep the mount until it ends; returns the exit status of the last server."""
+        wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+        # What is imported stays shared with the servers.
+        gc.collect()
+        gc.freeze()
+        while True:
+            status = self._run_server(wake_reader)
+            if self._ending or not self._descriptors:
+                return status
+            self._restarts += 1
+            self._failures = 0 if self._serving else self._failures + 1
+            if self._failures == FAILURES_MAX:
+                _log.critical(
+                    "%d servers in a row did not come to answer: the mount is given up; what was"
+                    " acknowledged is in the staging arena, for the next mount of this boot",
+                    FAILURES_MAX,
+                )
+                self._give_up()
+                return 1
+            if self._failures:
+                time.sleep(RETRY_S)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _run_server(self, wake_fd: int) -> int:
+        """Start a server and wait for its end; returns its exit status, -N for signal N."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = None
+        if self._descriptors:
+            inherited = Inherited(
+                self._device,
+                self._descriptors[0],
+                tuple(self._descriptors[1:]),
+                self._restarts,
+                self._started_unix_s,
+            )
+        keeper_pid = os.getpid()
+        self._serving = False
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            self._be_server(KeeperLink(theirs, keeper_pid=keeper_pid), inherited)
+        theirs.close()
+        if not self._restarts:
+            self._started()
+        with ours:
+            status = self._wait(ours, wake_fd)
+        pid, self._pid = self._pid, 0
+        if not self._ending and self._descriptors:
+            cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+            _log.warning("server %d died (%s): starting another", pid, cause)
+        return status
+
+    def _be_server(self, link: KeeperLink, inherited: Inherited | None) -> None:
+        """Become a server: never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in FORWARDED:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # The terminal's Ctrl-C is for the keeper, which passes it on.
+            os.setpgid(0, 0)
+            status = self._serve(link, inherited)
+        finally:
+            logging.shutdown()
+            os._exit(status)
+
+    def _wait(self, link: socket.socket, wake_fd: int) -> int:
+        process_fd = os.pidfd_open(self._pid)
+        poll = select.poll()
+        for descriptor in (process_fd, link.fileno(), wake_fd):
+            poll.register(descriptor, select.POLLIN)
+        try:
+            while True:
+                ready = {descriptor for descriptor, _ in poll.poll()}
+                if wake_fd in ready:
+                    os.read(wake_fd, 4096)  # the handlers have run
+                if link.fileno() in ready and not self._take_notice(link):
+                    poll.unregister(link)
+                if process_fd in ready:
+                    while self._take_notice(link):
+                        pass
+                    _, status = os.waitpid(self._pid, 0)
+                    return os.waitstatus_to_exitcode(status)
+        finally:
+            os.close(process_fd)
+
+    def _take_notice(self, link: socket.socket) -> bool:
+        """Take one message; False when there will be no more."""
+        data, descriptors, _, _ = socket.recv_fds(link, _MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
+        if not data:
+            return False
+        message = msgspec.json.decode(data, type=_Message)
+        match message.notice:
+            case Notice.HOLD:
+                self._device = message.device
+                self._descriptors += descriptors
+            case Notice.SERVING:
+                self._serving = True
+            case Notice.ENDING:
+                self._ending = True
+        return True

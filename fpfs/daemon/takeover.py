@@ -1,0 +1,129 @@
+"""Taking over from a server that died: what it had acknowledged, and what it had open.
+
+The arena holds what was written and not committed, and the open handles; the catalog holds names.
+Both are as they were at the death, since neither needs its process to survive.
+
+Invariants:
+  * Nothing is served before everything is taken over.
+  * Versions that were closed and not committed are queued in the order of their closes.
+
+Concurrency: one coroutine, before the mount answers again.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fpfs.core.errors import NoSuchEntry
+from fpfs.daemon.catalog_contents import list_orphans
+from fpfs.daemon.inodes import LOOKUPS_UNKNOWN
+
+if TYPE_CHECKING:
+    from fpfs.core.engine import Engine, LeftHandle
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.namespace import Namespace
+    from fpfs.daemon.requests import Requests
+
+log = logging.getLogger(__name__)
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """What was taken over. `kept` are inodes without a name that must not be deleted yet."""
+
+    handles: int
+    changed: int
+    closed: int
+    kept: frozenset[int]
+
+
+class TakeOver:
+    """Takes over what an engine that was opened with `take_over` found."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        engine: Engine,
+        inodes: InodeTable,
+        namespace: Namespace,
+        commit: Commit,
+        requests: Requests,
+    ) -> None:
+        """Keep the parts."""
+        self._catalog = catalog
+        self._engine = engine
+        self._inodes = inodes
+        self._namespace = namespace
+        self._commit = commit
+        self._requests = requests
+        self._held: list[Inode] = []
+
+    async def run(self, *, with_handles: bool) -> Taken:
+        """Take everything over. Without the kernel's handles what was open counts as closed."""
+        if with_handles:
+            await self._requests.take_over()
+        else:
+            await self._requests.start_over()
+        left = self._engine.left()
+        changed = [inode for ino in left.inos if (inode := await self._recover(ino)) is not None]
+        adopted = 0
+        for handle in left.handles:
+            if with_handles and await self._adopt(handle):
+                adopted += 1
+            else:
+                self._engine.forget(handle.handle)
+        kept = await self._keep_referenced() if with_handles else frozenset()
+        closed = 0
+        for inode in changed:
+            if not inode.writers and self._inodes.refresh(inode):
+                self._commit.closed(inode)
+                closed += 1
+        for inode in self._held:
+            self._inodes.release(inode)
+        return Taken(handles=adopted, changed=len(changed), closed=closed, kept=kept)
+
+    async def _keep_referenced(self) -> frozenset[int]:
+        """Hold inodes without a name until the kernel forgets them: it may refer to any of them."""
+        self._inodes.lookups_known = False
+        orphans = await self._catalog.read(list_orphans)
+        for ino in orphans:
+            (await self._inodes.get(ino)).lookups = LOOKUPS_UNKNOWN
+        return frozenset(orphans)
+
+    async def _load(self, ino: int) -> Inode | None:
+        """A regular file's inode, loaded and in use until the end."""
+        try:
+            inode = await self._inodes.get(ino)
+        except NoSuchEntry:
+            return None
+        inode.users += 1
+        self._held.append(inode)
+        if inode.is_regular:
+            await self._inodes.load(inode)
+        return inode
+
+    async def _recover(self, ino: int) -> Inode | None:
+        inode = await self._load(ino)
+        if inode is None:
+            self._engine.abandon(ino)
+            return None
+        await self._engine.recover(ino)
+        self._inodes.refresh(inode)
+        return inode
+
+    async def _adopt(self, left: LeftHandle) -> bool:
+        inode = await self._load(left.ino)
+        if inode is None:
+            log.error("inode %d of open handle %d is gone", left.ino, left.handle)
+            return False
+        if stat.S_ISDIR(inode.mode):
+            self._namespace.directories.adopt(left.handle, inode, request=left.request)
+        else:
+            self._namespace.files.adopt(left.handle, inode, flags=left.flags, request=left.request)
+        return True

@@ -1,0 +1,80 @@
+// Taking over an arena: what is left of each inode, brought back in the order that Python asks for.
+#include <fcntl.h>
+
+#include <algorithm>
+
+#include "channel.h"
+#include "engine.h"
+
+namespace fpfs {
+
+void Engine::sort_remains(Remains remains) {
+  left_handles_ = std::move(remains.handles);
+  for (JournalEntry& entry : remains.changes) {
+    Remainder& remainder = remainders_[entry.state.ino];
+    if (entry.kind == arena::Change::Closed) {
+      remainder.closed = entry.sequence;
+    } else {
+      remainder.changed = entry.sequence;
+    }
+    remainder.changes.push_back(std::move(entry));
+  }
+  for (const StagedSlot& staged : remains.slots) {
+    Remainder& remainder = remainders_[staged.record.ino];
+    remainder.changed = std::max(remainder.changed, staged.record.sequence);
+    remainder.slots.push_back(staged);
+  }
+}
+
+Engine::Left Engine::left() const {
+  Left result;
+  result.handles = left_handles_;
+  std::vector<std::pair<uint64_t, uint64_t>> ordered;
+  for (const auto& [ino, remainder] : remainders_) {
+    ordered.emplace_back(remainder.closed != 0 ? remainder.closed : remainder.changed, ino);
+  }
+  std::sort(ordered.begin(), ordered.end());
+  for (const auto& [order, ino] : ordered) result.inos.push_back(ino);
+  return result;
+}
+
+uint64_t Engine::recover(uint64_t ino) {
+  const uint64_t ticket = next_ticket();
+  const std::shared_ptr<File> found = file(ino);
+  const auto it = remainders_.find(ino);
+  if (found == nullptr || it == remainders_.end()) {
+    post(DoneEvent{ticket, ENOENT});
+    return ticket;
+  }
+  found->recover(it->second.changes, it->second.slots);
+  remainders_.erase(it);
+  park([this, found, ticket] {
+    const Outcome outcome = found->attach_recovered();
+    if (outcome.progress == Progress::Wait) return false;
+    post(DoneEvent{ticket, outcome.error});
+    return true;
+  });
+  return ticket;
+}
+
+void Engine::abandon(uint64_t ino) {
+  const auto it = remainders_.find(ino);
+  if (it == remainders_.end()) return;
+  for (const StagedSlot& staged : it->second.slots) arena_->give(staged.slot);
+  arena_->journal().settle(ino, UINT64_MAX);
+  remainders_.erase(it);
+}
+
+Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
+  register_handle(handle, flags, found);
+  if ((flags & O_ACCMODE) != O_RDONLY) return {};
+  // The kernel may have pages of it from before.
+  const MutexLock lock(table_mutex_);
+  handles_.find(handle)->second->cached = true;
+  ++counts_.find(ino)->second.cached;
+  return {};
+}
+
+}  // namespace fpfs

@@ -1,0 +1,207 @@
+// Taking over what another process left: its journal replayed over the catalog's version, and its
+// slots put back into the chains.
+//
+// Replaying is idempotent: entries that the catalog knew of already lead to the same map, since for
+// every block the last entry holds. What is no longer referred to is found at the end, by comparing
+// with all places that were ever seen.
+#include <algorithm>
+#include <map>
+
+#include "file.h"
+
+namespace fpfs {
+namespace {
+
+alignas(4096) char zeros[kBlockBytes];
+
+uint64_t blocks_up(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
+
+// Ranges of blocks of one object.
+using Spans = std::map<uint64_t, uint64_t>;  // begin -> end, disjoint
+
+void add_span(Spans& spans, uint64_t begin, uint64_t end) {
+  auto it = spans.upper_bound(begin);
+  if (it != spans.begin() && std::prev(it)->second >= begin) --it;
+  while (it != spans.end() && it->first <= end) {
+    begin = std::min(begin, it->first);
+    end = std::max(end, it->second);
+    it = spans.erase(it);
+  }
+  spans[begin] = end;
+}
+
+void cut_span(Spans& spans, uint64_t begin, uint64_t end) {
+  auto it = spans.upper_bound(begin);
+  if (it != spans.begin() && std::prev(it)->second > begin) --it;
+  while (it != spans.end() && it->first < end) {
+    const auto [from, to] = *it;
+    it = spans.erase(it);
+    if (from < begin) spans[from] = begin;
+    if (to > end) it = spans.emplace(end, to).first;
+  }
+}
+
+}  // namespace
+
+void File::recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots) {
+  const MutexLock lock(mutex_);
+  recovered_slots_ = slots;
+  for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
+    garbage_.push_back(extent);  // for now: all places ever seen
+  }
+  auto next = slots.begin();
+  const auto take_slots_before = [&](uint64_t sequence) {
+    mutex_.assert_held();
+    for (; next != slots.end() && next->record.sequence < sequence; ++next) {
+      size_ = next->record.file_size;
+      mtime_ns_ = ctime_ns_ = static_cast<int64_t>(next->record.mtime_ns);
+    }
+  };
+  for (const JournalEntry& entry : changes) {
+    take_slots_before(entry.sequence);
+    replay(entry);
+  }
+  take_slots_before(UINT64_MAX);
+  find_garbage();
+  std::erase_if(recovered_slots_, [&](const StagedSlot& staged) {
+    if (!staged.slot->ranges.empty()) return false;
+    plane_.arena().give(staged.slot);
+    return true;
+  });
+  for (const StagedSlot& staged : recovered_slots_) {
+    if (staged.record.chunk != 0 || staged.slot->ranges.last_end() > kInlineBytesMax) {
+      inline_mode_ = false;  // what was inline is part of a slot, or lies on a device
+    }
+  }
+  if (!inline_mode_) inline_.clear();
+  sequence_ = 1;
+  committed_sequence_ = 0;
+}
+
+void File::replay(const JournalEntry& entry) {
+  switch (entry.kind) {
+    case arena::Change::Extents:
+      for (const Extent& extent : entry.extents) {
+        map_.assign(extent, nullptr);
+        garbage_.push_back(extent);
+        const std::pair key{extent.place.device, extent.place.object};
+        objects_.emplace(key, nullptr);
+        if (!extent.place.unwritten) unflushed_[key] = object_ref(key.first, key.second);
+        std::erase_if(recovered_tails_, [&](const RecoveredTail& tail) {
+          const uint64_t block = tail.begin / kBlockBytes;
+          return extent.block <= block && block < extent.end();
+        });
+      }
+      inline_mode_ = false;
+      break;
+    case arena::Change::Erase:
+      for (const Extent& range : entry.extents) map_.erase(range.block, range.count, nullptr);
+      break;
+    case arena::Change::Truncate:
+      replay_truncation(entry.state.size, entry.sequence);
+      break;
+    case arena::Change::Punch:
+      for (uint64_t at = entry.begin; at < std::min<uint64_t>(entry.end, inline_.size()); ++at) {
+        inline_[at] = '\0';
+      }
+      break;
+    case arena::Change::None:
+    case arena::Change::Closed:
+    case arena::Change::Settled:
+      break;
+  }
+  size_ = entry.state.size;
+  mtime_ns_ = entry.state.mtime_ns;
+  ctime_ns_ = entry.state.ctime_ns;
+  privileges_dropped_ = entry.state.privileges_dropped;
+}
+
+void File::replay_truncation(uint64_t size, uint64_t sequence) {
+  for (const StagedSlot& staged : recovered_slots_) {
+    if (staged.record.sequence > sequence) continue;
+    const uint64_t start = staged.record.chunk * placement_.chunk_bytes;
+    const uint64_t left = size > start ? size - start : 0;
+    if (left < placement_.chunk_bytes) staged.slot->ranges.clip(static_cast<uint32_t>(left));
+  }
+  map_.erase(blocks_up(size), UINT64_MAX - blocks_up(size), nullptr);
+  inline_.resize(std::min<size_t>(inline_.size(), size));
+  std::erase_if(recovered_tails_, [&](const RecoveredTail& tail) { return tail.begin >= size; });
+  if (size == 0) {
+    inline_mode_ = true;
+  } else if (size % kBlockBytes != 0 && written_at(size)) {
+    recovered_tails_.push_back({size, blocks_up(size) * kBlockBytes, sequence});
+  }
+}
+
+// Of all places that were seen, those that the map does not refer to.
+void File::find_garbage() {
+  std::map<std::pair<uint16_t, uint64_t>, Spans> spans;
+  for (const Extent& extent : garbage_) {
+    const uint64_t begin = extent.place.object_block;
+    add_span(spans[{extent.place.device, extent.place.object}], begin, begin + extent.count);
+  }
+  for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
+    const uint64_t begin = extent.place.object_block;
+    cut_span(spans[{extent.place.device, extent.place.object}], begin, begin + extent.count);
+  }
+  garbage_.clear();
+  for (const auto& [key, ranges] : spans) {
+    for (const auto& [begin, end] : ranges) {
+      const Place place{key.second, static_cast<uint32_t>(begin), key.first, false};
+      garbage_.push_back(Extent{0, end - begin, place});
+    }
+  }
+}
+
+// One step: attaches the slots, with space for them on a device, oldest first.
+Outcome File::attach_recovered() {
+  Actions actions;
+  Outcome outcome;
+  {
+    const MutexLock lock(mutex_);
+    while (!recovered_slots_.empty()) {
+      Slot* slot = recovered_slots_.front().slot;
+      if (!inline_mode_) {
+        outcome = reserve_for(slot, actions);
+        if (outcome.progress == Progress::Wait || outcome.error != 0) break;
+      }
+      recovered_slots_.erase(recovered_slots_.begin());
+      attach(slot, slot->chunk);
+      if (!inline_mode_) seal(slot, actions);
+    }
+    if (recovered_slots_.empty()) outcome = zero_recovered_tails(actions);
+  }
+  actions.run();
+  return outcome;
+}
+
+// What a truncation cut off of a block must not come back by extending, and the dead process may
+// not have come to overwrite it with zeros. What was written there later stays.
+Outcome File::zero_recovered_tails(Actions& actions) {
+  for (; !recovered_tails_.empty(); recovered_tails_.pop_back()) {
+    const RecoveredTail& tail = recovered_tails_.back();
+    const uint64_t chunk = tail.begin / placement_.chunk_bytes;
+    const uint64_t start = chunk * placement_.chunk_bytes;
+    RangeSet newer;
+    if (const auto chain = chains_.find(chunk); chain != chains_.end()) {
+      for (const Slot* slot : chain->second) {
+        for (const auto& range : slot->ranges.all()) newer.add(range.begin, range.end);
+      }
+    }
+    const auto end = static_cast<uint32_t>(tail.end - start);
+    for (auto at = static_cast<uint32_t>(tail.begin - start); at < end;) {
+      const uint32_t free = newer.free_until(at, end);
+      if (free > at) {
+        Payload payload;
+        payload.add(zeros, free - at);
+        const Outcome outcome =
+            write_locked(start + at, free - at, payload, nullptr, nullptr, false, actions);
+        if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
+      }
+      at = newer.taken_until(free);
+    }
+  }
+  return {};
+}
+
+}  // namespace fpfs

@@ -1,0 +1,390 @@
+// A process that is killed at a random moment, and another that takes its arena over.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <fstream>
+#include <thread>
+
+#include "crc32c.h"
+#include "engine_fixture.h"
+
+namespace fpfs::testing {
+namespace {
+
+constexpr uint64_t kIno = 7;
+constexpr uint64_t kFileBytes = 3 * 1024 * 1024;
+
+enum class Kind { Write, Truncate, Punch, Allocate, Commit };
+
+struct Operation {
+  Kind kind = Kind::Write;
+  uint64_t offset = 0;
+  uint64_t length = 0;  // the size, of a truncation
+  uint64_t seed = 0;
+};
+
+// The same for the same seed. A third of the time the file stays small enough to be inline.
+std::vector<Operation> make_operations(uint64_t seed, size_t count) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](uint64_t bound) { return random() % bound; };
+  std::vector<Operation> operations;
+  const uint64_t limit = below(3) == 0 ? kInlineBytesMax : kFileBytes;
+  for (size_t i = 0; i < count; ++i) {
+    Operation operation;
+    const uint64_t kind = below(100);
+    operation.kind = kind < 60   ? Kind::Write
+                     : kind < 72 ? Kind::Truncate
+                     : kind < 80 ? Kind::Punch
+                     : kind < 86 ? Kind::Allocate
+                                 : Kind::Commit;
+    operation.offset = below(limit);
+    const uint64_t most = std::min<uint64_t>(limit - operation.offset, 700'000);
+    operation.length = 1 + below(most);
+    if (below(4) == 0) operation.offset = operation.offset / kBlockBytes * kBlockBytes;
+    if (operation.kind == Kind::Truncate) operation.length = below(4) == 0 ? 0 : below(limit);
+    operation.seed = random();
+    operations.push_back(operation);
+  }
+  return operations;
+}
+
+void apply(const Operation& operation, std::string* model) {
+  const uint64_t end = operation.offset + operation.length;
+  switch (operation.kind) {
+    case Kind::Write:
+      if (model->size() < end) model->resize(end);
+      model->replace(operation.offset, operation.length,
+                     random_bytes(operation.length, operation.seed));
+      break;
+    case Kind::Truncate:
+      model->resize(operation.length);
+      break;
+    case Kind::Punch:
+      for (uint64_t at = operation.offset; at < std::min<uint64_t>(end, model->size()); ++at) {
+        (*model)[at] = '\0';
+      }
+      break;
+    case Kind::Allocate:
+      if (model->size() < end) model->resize(end);
+      break;
+    case Kind::Commit:
+      break;
+  }
+}
+
+// The catalog's part in a file, replaced whole.
+void save_catalog(const Committed& committed, const std::string& path) {
+  {
+    std::ofstream out(path + ".new", std::ios::binary);
+    const auto put = [&](const std::string& bytes) {
+      const uint64_t size = bytes.size();
+      out.write(reinterpret_cast<const char*>(&size), sizeof size);
+      out.write(bytes.data(), static_cast<std::streamsize>(size));
+    };
+    put(std::to_string(committed.size));
+    put(committed.content.has_value() ? "inline" : "");
+    put(committed.content.value_or(""));
+    for (const auto& [index, blob] : committed.segments) {
+      put(std::to_string(index));
+      put(blob);
+    }
+  }
+  std::filesystem::rename(path + ".new", path);
+}
+
+Committed load_catalog(const std::string& path) {
+  Committed committed;
+  std::ifstream in(path, std::ios::binary);
+  const auto get = [&](std::string* bytes) {
+    uint64_t size = 0;
+    if (!in.read(reinterpret_cast<char*>(&size), sizeof size)) return false;
+    bytes->resize(size);
+    return bool(in.read(bytes->data(), static_cast<std::streamsize>(size)));
+  };
+  std::string text;
+  if (!get(&text)) return committed;
+  committed.size = std::stoull(text);
+  REQUIRE(get(&text));
+  const bool is_inline = text == "inline";
+  REQUIRE(get(&text));
+  if (is_inline) committed.content = text;
+  std::string blob;
+  while (get(&text) && get(&blob))
+    committed.segments[static_cast<uint32_t>(std::stoul(text))] = blob;
+  return committed;
+}
+
+struct Place {
+  TempDirectory directory;
+  EngineOptions options(bool take_over, uint64_t mount_count) const {
+    EngineOptions options;
+    options.paths = {directory.path() + "/0", directory.path() + "/1"};
+    options.arena = directory.path() + "/arena";
+    options.take_over = take_over;
+    options.mount_count = mount_count;
+    return options;
+  }
+  std::string catalog() const { return directory.path() + "/catalog"; }
+};
+
+void commit(EngineFixture& fixture, File& file, const Place& place) {
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(file, false, &snapshot) == 0);
+  Committed after = fixture.catalog()[kIno];
+  after.size = snapshot.size;
+  after.content = snapshot.inline_content;
+  for (const auto& [index, blob] : snapshot.segments) {
+    if (blob.empty()) {
+      after.segments.erase(index);
+    } else {
+      after.segments[index] = blob;
+    }
+  }
+  save_catalog(after, place.catalog());
+  fixture.make_current(file, snapshot);
+}
+
+void perform(EngineFixture& fixture, File& file, const Operation& operation, const Place& place) {
+  int error = 0;
+  switch (operation.kind) {
+    case Kind::Write:
+      error = fixture.write(file, operation.offset, random_bytes(operation.length, operation.seed));
+      break;
+    case Kind::Truncate:
+      error = fixture.truncate(file, operation.length);
+      break;
+    case Kind::Punch:
+      error = fixture.punch(file, operation.offset, operation.length);
+      break;
+    case Kind::Allocate:
+      error = fixture.allocate(file, operation.offset, operation.length, false);
+      break;
+    case Kind::Commit:
+      commit(fixture, file, place);
+      break;
+  }
+  REQUIRE(error == 0);
+}
+
+// Runs in the child: says over the pipe which operation has ended, one byte each.
+[[noreturn]] void work(const Place& place, const std::vector<Operation>& operations, int pipe) {
+  EngineFixture fixture(place.options(false, 0));
+  const auto file = fixture.load(kIno);
+  if (::write(pipe, "x", 1) != 1) ::_exit(2);  // there is an arena
+  for (const Operation& operation : operations) {
+    perform(fixture, *file, operation, place);
+    if (::write(pipe, "x", 1) != 1) break;
+  }
+  ::pause();
+  ::_exit(1);
+}
+
+// Lets a child work and kills it; how many operations had ended then.
+size_t work_and_die(const Place& place, const std::vector<Operation>& operations, uint64_t seed) {
+  int pipe[2];
+  REQUIRE(::pipe(pipe) == 0);
+  const pid_t pid = ::fork();
+  REQUIRE(pid >= 0);
+  if (pid == 0) work(place, operations, pipe[1]);
+  ::close(pipe[1]);
+  const size_t most = seed % operations.size();
+  size_t ended = 0;
+  char byte = 0;
+  REQUIRE(::read(pipe[0], &byte, 1) == 1);
+  while (ended < most && ::read(pipe[0], &byte, 1) == 1) ++ended;
+  std::this_thread::sleep_for(std::chrono::microseconds(seed / 1024 % 3000));
+  REQUIRE(::kill(pid, SIGKILL) == 0);
+  int status = 0;
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+  REQUIRE(WIFSIGNALED(status));
+  while (::read(pipe[0], &byte, 1) == 1) ++ended;
+  ::close(pipe[0]);
+  return ended;
+}
+
+void check_content(EngineFixture& fixture, File& file, const std::string& model) {
+  CHECK(file.attributes().size == model.size());
+  const std::string found = fixture.read(file, 0, kFileBytes + 1);
+  CHECK(found.size() == model.size());
+  const auto differ = std::mismatch(found.begin(), found.end(), model.begin(), model.end());
+  const auto at = static_cast<size_t>(differ.first - found.begin());
+  CHECK_MESSAGE(at == model.size(), "differs at " << at);
+}
+
+void kill_and_take_over(uint64_t seed) {
+  INFO("FPFS_SEED=" << seed);
+  const Place place;
+  const std::vector<Operation> operations = make_operations(seed, 30);
+  const size_t ended = work_and_die(place, operations, std::mt19937_64(seed)());
+  std::string model;
+  for (size_t i = 0; i < ended; ++i) apply(operations[i], &model);
+
+  EngineFixture fixture(place.options(true, 1));
+  fixture.catalog()[kIno] = load_catalog(place.catalog());
+  const auto file = fixture.load(kIno);
+  const Engine::Left left = fixture.engine().left();
+  if (!left.inos.empty()) {
+    REQUIRE(left.inos == std::vector<uint64_t>{kIno});
+    REQUIRE(fixture.recover(kIno) == 0);
+  }
+  // The kernel sends again what was not answered.
+  if (ended < operations.size()) {
+    apply(operations[ended], &model);
+    perform(fixture, *file, operations[ended], place);
+  }
+  check_content(fixture, *file, model);
+  // Nor is it lost by growing, or by what is given back at the next commit.
+  REQUIRE(fixture.truncate(*file, kFileBytes) == 0);
+  model.resize(kFileBytes);
+  check_content(fixture, *file, model);
+  commit(fixture, *file, place);
+  check_content(fixture, *file, model);
+  fixture.reopen_without_arena();
+  const auto again = fixture.load(kIno);
+  check_content(fixture, *again, model);
+}
+
+// An engine that ended without a word, and the one that takes its arena over.
+struct Succession {
+  Place place;
+  std::unique_ptr<EngineFixture> first = std::make_unique<EngineFixture>(place.options(false, 0));
+  std::unique_ptr<EngineFixture> second;
+
+  // The first one's arena as it is now. Nothing is under way.
+  std::shared_ptr<File> take_over() {
+    EngineOptions options = place.options(true, 1);
+    const Committed committed = first->catalog()[kIno];
+    std::filesystem::copy_file(options.arena, options.arena + "-left");
+    first.reset();
+    options.arena += "-left";
+    second = std::make_unique<EngineFixture>(options);
+    second->catalog()[kIno] = committed;
+    const auto file = second->load(kIno);
+    REQUIRE(second->engine().left().inos == std::vector<uint64_t>{kIno});
+    REQUIRE(second->recover(kIno) == 0);
+    return file;
+  }
+  // A truncation that was entered and not carried out any further.
+  void note_truncation(uint64_t size) const {
+    const FileState state{kIno, size, 1, 1, false};
+    REQUIRE(first->engine().arena().journal().note(state, arena::Change::Truncate).ok());
+  }
+};
+
+}  // namespace
+
+TEST_CASE("takeover: what a truncation cut off a block does not come back") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  std::string model = random_bytes(100'000, 1);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  SUBCASE("of bytes on a device") { REQUIRE(succession.first->commit(*file, false) == 0); }
+  SUBCASE("of staged bytes") {}
+  succession.note_truncation(50'000);
+
+  const auto taken = succession.take_over();
+  CHECK(taken->attributes().size == 50'000);
+  REQUIRE(succession.second->truncate(*taken, 100'000) == 0);
+  model.resize(50'000);
+  model.resize(100'000);
+  CHECK(succession.second->read(*taken, 0, 200'000) == model);
+}
+
+TEST_CASE("takeover: what was written behind a truncation in its block is kept") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  std::string model = random_bytes(100'000, 1);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  REQUIRE(succession.first->truncate(*file, 70'000) == 0);
+  REQUIRE(succession.first->write(*file, 80'000, "later") == 0);
+  model.resize(70'000);
+  model.resize(80'000);
+  model += "later";
+  CHECK(succession.second == nullptr);
+  const auto taken = succession.take_over();
+  CHECK(succession.second->read(*taken, 0, 200'000) == model);
+}
+
+TEST_CASE("takeover: a size that changed while a snapshot was made survives its commit") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  const std::string content = random_bytes(kFileBytes, 1);
+  REQUIRE(succession.first->write(*file, 0, content) == 0);
+  Delivery<int> drained;
+  SnapshotData snapshot;
+  file->drain(false, [&](int error, SnapshotData data) {
+    snapshot = std::move(data);
+    drained.put(error);
+  });
+  REQUIRE(succession.first->truncate(*file, 2 * kFileBytes) == 0);
+  REQUIRE(drained.wait() == 0);
+  succession.first->make_current(*file, snapshot);
+  if (!file->attributes().dirty) {
+    MESSAGE("not looked at: the devices were faster than the truncation");
+    return;
+  }
+  const auto taken = succession.take_over();
+  CHECK(taken->attributes().size == 2 * kFileBytes);
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == content);
+}
+
+TEST_CASE("takeover: inline content that was left behind does not show through holes") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  REQUIRE(succession.first->write(*file, 0, random_bytes(5'000, 1)) == 0);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  REQUIRE(succession.first->truncate(*file, 0) == 0);
+  REQUIRE(succession.first->write(*file, 1'000'000, "far") == 0);
+  const auto taken = succession.take_over();
+  CHECK(succession.second->read(*taken, 0, 2'000'000) == std::string(1'000'000, '\0') + "far");
+}
+
+TEST_CASE("takeover: an arena of another filesystem or boot, or a damaged one, is not taken") {
+  const Place place;
+  EngineOptions options = place.options(false, 0);
+  std::string whole(4096, '\0');
+  {
+    const EngineFixture fixture(options);
+    std::ifstream in(options.arena, std::ios::binary);
+    in.read(whole.data(), static_cast<std::streamsize>(whole.size()));
+    std::filesystem::copy_file(options.arena, options.arena + "-left");
+  }
+  const auto refusal = [&](size_t at, char byte) {
+    std::string changed = whole;
+    changed[at] = byte;
+    auto* header = reinterpret_cast<arena::Header*>(changed.data());
+    if (at < sizeof *header) header->crc = crc32c(0, header, offsetof(arena::Header, crc));
+    std::fstream(options.arena + "-left", std::ios::binary | std::ios::in | std::ios::out)
+        .write(changed.data(), static_cast<std::streamsize>(changed.size()));
+    Remains remains;
+    std::string warning;
+    const Arena::Config config{options.arena + "-left", "fixture", 0, 0};
+    return Arena::attach(config, -1, &remains, &warning).status();
+  };
+  CHECK(refusal(4000, 'x').ok());  // nothing is there
+  for (const auto& [at, why] : {std::pair{0, "it is none"},
+                                {8, "another version"},
+                                {16, "another filesystem"},
+                                {80, "before the machine was started"},
+                                {144, "sizes"},
+                                {152, "size is wrong"}}) {
+    const Status status = refusal(static_cast<size_t>(at), 'x');
+    CHECK(status.error() == ESTALE);
+    CHECK_MESSAGE(status.message().find(why) != std::string::npos, status.message());
+  }
+}
+
+TEST_CASE("takeover: what was answered is there after a kill, and what was not can be repeated") {
+  const char* given = std::getenv("FPFS_SEED");
+  if (given != nullptr) return kill_and_take_over(std::stoull(given));
+  std::random_device random;
+  const char* rounds = std::getenv("FPFS_ROUNDS");
+  for (int left = rounds != nullptr ? std::stoi(rounds) : 40; left > 0; --left) {
+    kill_and_take_over(random());
+  }
+}
+
+}  // namespace fpfs::testing

@@ -1,0 +1,1 @@
+"""Servers that are killed: what applications see, and what the next one finds."""

@@ -1,0 +1,259 @@
+"""The keeper: programs do not notice that a server died, whatever they were doing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.mounted import Mount, mounted
+from tests.crash.kill import kill_again_and_again
+from tests.support.processes import expect_line, python_child, tell
+
+DIED = r"fpfs.keeper: server \d+ died"
+EXIT_TIMEOUT_S = 60
+
+
+@pytest.fixture
+def mount() -> Iterator[Mount]:
+    """A mount whose server may die."""
+    with mounted(devices=2) as made:
+        made.allow_log(DIED)
+        yield made
+
+
+def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> None:
+    """End the server with a signal and wait until it is gone."""
+    process_fd = os.pidfd_open(mount.server_pid)
+    try:
+        signal.pidfd_send_signal(process_fd, number)
+        ended, _, _ = select.select([process_fd], [], [], EXIT_TIMEOUT_S)
+        assert ended, f"server {mount.server_pid} does not die"
+    finally:
+        os.close(process_fd)
+    os.listdir(mount.root)  # waits for the next one
+    mount.note_processes()
+
+
+def wait_for_exit(pid: int) -> None:
+    """Wait until a process is gone."""
+    try:
+        process_fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([process_fd], [], [], EXIT_TIMEOUT_S)
+        assert ended, f"process {pid} does not end"
+    finally:
+        os.close(process_fd)
+
+
+def test_a_save_goes_on_over_several_servers(mount: Mount) -> None:
+    content = os.urandom(40_000_003)
+    path = mount.root / "step.pt"
+    with path.open("wb", buffering=0) as stream:
+        for first in range(0, len(content), 10_000_000):
+            stream.write(content[first : first + 10_000_000])
+            kill(mount)
+    assert path.read_bytes() == content
+    mount.flush()
+    kill(mount)
+    assert path.read_bytes() == content
+    assert mount.status().restarts == 6
+    mount.remount()
+    assert path.read_bytes() == content
+    assert mount.status().restarts == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM, signal.SIGXCPU])
+def test_whatever_a_server_dies_of(mount: Mount, number: signal.Signals) -> None:
+    (mount.root / "file").write_bytes(b"content")
+    mount.expect_log(rf"server \d+ died \(signal {number.value}\): starting another")
+    kill(mount, number)
+    assert (mount.root / "file").read_bytes() == b"content"
+
+
+def test_open_files_live_on(mount: Mount) -> None:
+    path = mount.root / "file"
+    path.write_bytes(b"0123456789")
+    with path.open("r+b", buffering=0) as stream, path.open("ab", buffering=0) as appending:
+        assert stream.read(4) == b"0123"
+        (mount.root / "gone").write_bytes(b"without a name")
+        unnamed = (mount.root / "gone").open("rb", buffering=0)
+        (mount.root / "gone").unlink()
+        kill(mount)
+        assert stream.read(3) == b"456"
+        stream.write(b"x")
+        appending.write(b"end")
+        assert unnamed.read() == b"without a name"
+        assert os.fstat(unnamed.fileno()).st_nlink == 0
+        kill(mount)
+        unnamed.seek(8)
+        assert unnamed.read() == b"a name"
+        unnamed.close()
+    assert path.read_bytes() == b"0123456x89end"
+    assert os.listdir(mount.root) == ["file"]
+
+
+def test_a_file_without_name_goes_when_its_last_handle_does(mount: Mount) -> None:
+    path = mount.root / "large"
+    with path.open("wb", buffering=0) as stream:
+        stream.write(os.urandom(20_000_000))
+        os.fsync(stream.fileno())
+        path.unlink()
+        kill(mount)
+        assert sum(device.bytes_used for device in mount.status().devices) >= 20_000_000
+    mount.flush()
+    assert sum(device.bytes_used for device in mount.status().devices) < 1_000_000
+
+
+def test_locks_live_on(mount: Mount) -> None:
+    path = mount.root / "file"
+    with path.open("wb") as first, path.open("wb") as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        kill(mount)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(first, fcntl.LOCK_UN)
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_listing_goes_on(mount: Mount) -> None:
+    names = {f"file{number:04}" for number in range(3000)}
+    for name in names:
+        (mount.root / name).touch()
+    with os.scandir(mount.root) as listing:
+        found = {next(listing).name}
+        kill(mount)
+        found |= {entry.name for entry in listing}
+    assert found == names
+
+
+def test_requests_that_wait_are_answered_by_the_next_server(mount: Mount) -> None:
+    os.kill(mount.server_pid, signal.SIGSTOP)
+    results: dict[str, object] = {}
+
+    def make() -> None:
+        os.mkdir(mount.root / "folder")
+        (mount.root / "file").write_bytes(os.urandom(3_000_000))
+        results["size"] = (mount.root / "file").stat().st_size
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    os.kill(mount.server_pid, signal.SIGKILL)
+    thread.join(EXIT_TIMEOUT_S)
+    assert not thread.is_alive()
+    assert results == {"size": 3_000_000}
+    mount.note_processes()
+
+
+def test_a_mapped_file_is_read_and_stored_to(mount: Mount) -> None:
+    path = mount.root / "mapped"
+    path.write_bytes(b"a" * 200_000)
+    code = """if True:
+        import mmap, sys
+        with open(sys.argv[1], "r+b") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0)
+        mapped[:5] = b"store"
+        print("stored", flush=True)
+        sys.stdin.readline()
+        mapped[100_000:100_005] = b"again"
+        mapped.flush()
+        print(mapped[:5].decode(), flush=True)
+        sys.stdin.readline()
+    """
+    with python_child(code, path) as child:
+        expect_line(child, "stored")
+        kill(mount)
+        tell(child)
+        expect_line(child, "store")
+        tell(child)
+    content = path.read_bytes()
+    assert (content[:5], content[100_000:100_005]) == (b"store", b"again")
+
+
+def test_without_its_keeper_a_server_drains_and_ends_the_mount(mount: Mount) -> None:
+    content = os.urandom(30_000_000)
+    (mount.root / "file").write_bytes(content)
+    mount.expect_log("the keeper died: draining and unmounting")
+    os.kill(mount.keeper_pid, signal.SIGKILL)
+    wait_for_exit(mount.server_pid)
+    assert mount.entry() is None
+    mount.forget()
+    mount.mount()
+    assert (mount.root / "file").read_bytes() == content
+
+
+def test_what_was_acknowledged_survives_keeper_and_server(mount: Mount) -> None:
+    mount.expect_log("took over 0 open handles and 2 files with changes, of which 2 were closed")
+    content = os.urandom(30_000_003)
+    (mount.root / "closed").write_bytes(content)
+    code = """if True:
+        import os, sys, time
+        stream = open(sys.argv[1], "wb", buffering=0)
+        stream.write(b"x" * 5_000_000)
+        print("written", flush=True)
+        sys.stdin.readline()
+    """
+    with python_child(code, mount.root / "open") as child:
+        expect_line(child, "written")
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        child.kill()
+    mount.tear_down()
+    mount.mount()
+    assert (mount.root / "closed").read_bytes() == content
+    assert (mount.root / "open").read_bytes() == b"x" * 5_000_000
+
+
+def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:
+    (mount.root / "kept").write_bytes(b"durable")
+    mount.flush()
+    mount.expect_log("5 servers in a row did not come to answer: the mount is given up")
+    mount.allow_log("there is no catalog")
+    catalog = Path(mount.devices[0], "catalog.db")
+    catalog.rename(catalog.with_name("away"))
+    os.kill(mount.server_pid, signal.SIGKILL)
+    wait_for_exit(mount.keeper_pid)
+    assert mount.entry() is None
+    mount.forget()
+    catalog.with_name("away").rename(catalog)
+    mount.mount()
+    assert (mount.root / "kept").read_bytes() == b"durable"
+
+
+def test_a_mount_in_the_foreground_has_a_keeper_too(mount: Mount) -> None:
+    mount.unmount()
+    devices = [word for device in mount.devices for word in ("-d", str(device))]
+    command = [sys.executable, "-m", "fpfs.cli.main", "mount", "--foreground", *devices]
+    with subprocess.Popen(
+        [*command, "-o", "staging=16M", str(mount.root)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while "mounted at" not in process.stderr.readline():
+            assert process.poll() is None
+        mount.note_processes()
+        assert mount.keeper_pid == process.pid
+        (mount.root / "file").write_bytes(b"content")
+        kill(mount)
+        assert (mount.root / "file").read_bytes() == b"content"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(EXIT_TIMEOUT_S) == 0
+    assert mount.entry() is None
+    mount.mount()
+
+
+def test_programs_do_not_notice_kills_at_random_moments(mount: Mount) -> None:
+    seed = int.from_bytes(os.urandom(3))
+    outcome = kill_again_and_again(mount, kills=15, workers=2, seed=seed)
+    print(f"seed {seed}: {outcome.operations} operations, {outcome.restarts} restarts")
+    assert len(outcome.gaps_s) == 15
+    assert outcome.restarts > 0
+    assert outcome.operations > 0

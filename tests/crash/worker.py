@@ -1,0 +1,180 @@
+"""A program that uses a mount in every way and checks it, while servers are killed behind it.
+
+``python -m tests.crash.worker ROOT SEED STOP`` works in a folder of its own until the file STOP
+exists, then checks everything and prints ``ok N`` with the number of operations. It ends with an
+error at the first answer that is not what a filesystem without failures gives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+NAMES = 12
+SIZES = (0, 100, 5_000, 20_000, 300_000, 3_000_000, 12_000_000)
+PIECES = (4_096, 70_000, 333_333, 1_000_000, 4_000_000)
+
+
+class Worker:
+    """One program: the content that every name must have, and the operations."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        """Make the folder."""
+        self.random = random.Random(seed)
+        self.folder = root / f"worker{seed}"
+        self.folder.mkdir()
+        self.expected: dict[str, bytes] = {}
+        """Digest of each file, by name."""
+        self.count = 0
+        self.open_unnamed = (self.folder / "unnamed").open("w+b", buffering=0)
+        self.open_unnamed.write(b"kept by its handle alone")
+        (self.folder / "unnamed").unlink()
+        self.locked = (self.folder / "locked").open("w+b", buffering=0)
+        fcntl.flock(self.locked, fcntl.LOCK_EX)
+        self.expected["locked"] = hashlib.sha256(b"").digest()
+
+    def content(self) -> bytes:
+        """Random bytes of a random size: inline, a part of a chunk, several chunks."""
+        size = self.random.choice(SIZES)
+        return self.random.randbytes(max(0, size + self.random.randint(-size // 3, size // 3)))
+
+    def any_name(self) -> str:
+        """A name that may exist."""
+        return f"file{self.random.randrange(NAMES)}"
+
+    def existing(self) -> str | None:
+        """A name that exists."""
+        names = sorted(name for name in self.expected if name.startswith("file"))
+        return self.random.choice(names) if names else None
+
+    def save(self) -> None:
+        """Overwrite a file in pieces, as a checkpoint is."""
+        name, content = self.any_name(), self.content()
+        with (self.folder / name).open("wb", buffering=0) as stream:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[stream.write(rest[: self.random.choice(PIECES)]) :]
+            if self.random.random() < 0.2:
+                os.fsync(stream.fileno())
+        self.expected[name] = hashlib.sha256(content).digest()
+
+    def append(self) -> None:
+        """Write at the end."""
+        name = self.existing()
+        if name is None:
+            return
+        path = self.folder / name
+        before = path.read_bytes()
+        with path.open("ab", buffering=0) as stream:
+            stream.write(b"appended")
+        self.expected[name] = hashlib.sha256(before + b"appended").digest()
+
+    def truncate(self) -> None:
+        """Cut a file."""
+        name = self.existing()
+        if name is None:
+            return
+        path = self.folder / name
+        before = path.read_bytes()
+        size = self.random.randint(0, 2 * len(before) + 1)
+        os.truncate(path, size)
+        after = before[:size] + bytes(max(0, size - len(before)))
+        self.expected[name] = hashlib.sha256(after).digest()
+
+    def rename(self) -> None:
+        """Move a file, over another one or not."""
+        name, target = self.existing(), self.any_name()
+        if name is not None and name != target:
+            (self.folder / name).rename(self.folder / target)
+            self.expected[target] = self.expected.pop(name)
+
+    def remove(self) -> None:
+        """Remove a file."""
+        name = self.existing()
+        if name is not None:
+            (self.folder / name).unlink()
+            del self.expected[name]
+
+    def make_and_remove(self) -> None:
+        """Everything that cannot be done twice."""
+        folder = self.folder / f"folder{self.count}"
+        folder.mkdir()
+        (folder / "link").symlink_to("target")
+        assert (folder / "link").readlink() == Path("target")
+        os.mkfifo(folder / "fifo")
+        os.close(os.open(folder / "new", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.link(folder / "new", folder / "second")
+        os.setxattr(folder / "new", "user.mark", b"1", os.XATTR_CREATE)
+        os.removexattr(folder / "new", "user.mark")
+        os.chmod(folder / "new", 0o600)
+        os.rename(folder / "new", folder / "moved")
+        assert sorted(os.listdir(folder)) == ["fifo", "link", "moved", "second"]
+        for name in os.listdir(folder):
+            (folder / name).unlink()
+        folder.rmdir()
+
+    def check(self) -> None:
+        """Read a file, and list the folder."""
+        name = self.existing()
+        if name is not None:
+            self.check_file(name)
+        assert sorted(os.listdir(self.folder)) == sorted(self.expected)
+
+    def check_file(self, name: str) -> None:
+        """Compare a file with what was written."""
+        content = (self.folder / name).read_bytes()
+        digest = hashlib.sha256(content).digest()
+        assert digest == self.expected[name], f"{name} has wrong content, {len(content)} bytes"
+
+    def check_handles(self) -> None:
+        """Handles, positions, locks and files without a name are as they were."""
+        assert self.open_unnamed.seek(0) == 0
+        assert self.open_unnamed.read() == b"kept by its handle alone"
+        assert os.fstat(self.open_unnamed.fileno()).st_nlink == 0
+        with (self.folder / "locked").open("rb") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        raise AssertionError("the lock is gone")
+
+    def run(self, stop: Path) -> int:
+        """Work until told to stop; returns the number of operations."""
+        operations: list[Callable[[], None]] = [
+            *[self.save] * 5,
+            self.append,
+            self.truncate,
+            self.rename,
+            self.remove,
+            self.make_and_remove,
+            self.check,
+            self.check_handles,
+        ]
+        while not stop.exists():
+            self.count += 1
+            self.random.choice(operations)()
+        for name in self.expected:
+            self.check_file(name)
+        self.check_handles()
+        return self.count
+
+
+def main() -> None:
+    """See the module."""
+    root, seed, stop = sys.argv[1:]
+    worker = Worker(Path(root), int(seed))
+    try:
+        count = worker.run(Path(stop))
+    except BaseException:
+        print(f"failed at operation {worker.count}", flush=True)
+        raise
+    print(f"ok {count}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
