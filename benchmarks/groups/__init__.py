@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.groups import loading, memory, names, parallel, saving, striping
+from benchmarks.groups import loading, memory, names, parallel, restart, saving, striping
 
 if TYPE_CHECKING:
     from benchmarks.framework import Group
@@ -15,5 +15,6 @@ GROUPS: tuple[Group, ...] = (
     *loading.GROUPS,
     *striping.GROUPS,
     *names.GROUPS,
+    *restart.GROUPS,
     *memory.GROUPS,
 )

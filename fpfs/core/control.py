@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -107,6 +108,12 @@ class CommitStatus(msgspec.Struct, kw_only=True, frozen=True):
     failures: tuple[Failure, ...]
 
 
+RESTART_S = 30
+"""How long a client waits for a server that is being replaced."""
+
+CONNECT_AGAIN_S = 0.05
+
+
 class Status(msgspec.Struct, kw_only=True, frozen=True):
     """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
 
@@ -127,7 +134,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def socket_path(device: str, *, folder: str, pid: int) -> str:
-    """The socket of the server `pid` of the mount ``major:minor`` in a runtime folder.
+    """The socket of the mount ``major:minor`` with the keeper `pid` in a runtime folder.
 
     The kernel gives a device number to the next mount while the server of the last one still
     drains, so the number alone would not do.
@@ -143,6 +150,16 @@ def socket_paths(device: str, *, folder: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             born[path] = os.stat(path).st_mtime_ns
     return sorted(born, key=born.__getitem__, reverse=True)
+
+
+def _is_kept(entry: MountEntry) -> bool:
+    """Whether a keeper of the mount lives, so that there will be a server again."""
+    for folder in runtime_folders(entry.owner_uid):
+        for path in socket_paths(entry.device, folder=folder):
+            keeper_pid = int(path.rsplit(".", 2)[1])
+            if os.path.exists(f"/proc/{keeper_pid}"):
+                return True
+    return False
 
 
 def runtime_folders(uid: int) -> list[str]:
@@ -202,6 +219,21 @@ class ControlClient:
         self._server_fd = _open_process(peer(self._socket).pid)
 
     def _connect(self, entry: MountEntry) -> socket.socket:
+        """Connect; waits for a server that is being replaced."""
+        deadline_s = time.monotonic() + RESTART_S
+        while True:
+            connection = self._try_connect(entry)
+            if connection is not None:
+                return connection
+            if time.monotonic() > deadline_s or not _is_kept(entry):
+                raise Refused(
+                    asked=self._asked,
+                    wrong=f"no server of user {entry.owner_uid} answers for {self._mountpoint}",
+                    remedy=f"if it died, run fpfs umount {self._mountpoint} and mount again",
+                )
+            time.sleep(CONNECT_AGAIN_S)
+
+    def _try_connect(self, entry: MountEntry) -> socket.socket | None:
         paths = [
             path
             for folder in runtime_folders(entry.owner_uid)
@@ -218,11 +250,7 @@ class ControlClient:
             if peer(connection).uid in (0, entry.owner_uid):
                 return connection
             connection.close()
-        raise Refused(
-            asked=self._asked,
-            wrong=f"no server of user {entry.owner_uid} answers for {self._mountpoint}",
-            remedy=f"if it died, run fpfs umount {self._mountpoint} and mount again",
-        )
+        return None
 
     def ask(
         self,

@@ -35,7 +35,7 @@ import msgspec
 _log = logging.getLogger("fpfs.keeper")
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals to the keeper that are meant for the mount."""
+"""Signals to the keeper that are meant for the mount. A terminal that hangs up ends it."""
 
 FAILURES_MAX = 5
 """Servers in a row that do not come so far as to answer, after which the mount is given up."""
@@ -126,6 +126,10 @@ class Keeper:
         self._serving = False
         self._ending = False
         self._failures = 0
+        self._signals: list[int] = []
+        """Signals that no server has got yet."""
+        self._passed_on = 0
+        """The last one that a server got."""
         self._restarts = 0
         self._started_unix_s = time.time()
         self._pid = 0
@@ -144,6 +148,8 @@ class Keeper:
             if self._ending or not self._descriptors:
                 return status
             self._restarts += 1
+            if self._passed_on and not self._signals:
+                self._signals.append(self._passed_on)  # the next one is to end, too
             self._failures = 0 if self._serving else self._failures + 1
             if self._failures == FAILURES_MAX:
                 _log.critical(
@@ -153,11 +159,20 @@ class Keeper:
                 )
                 self._give_up()
                 return 1
-            if self._failures:
+            if self._failures > 1:
                 time.sleep(RETRY_S)
 
     def _forward(self, number: int, _frame: object) -> None:
-        if self._pid:
+        """Pass a signal on: now, or to the server that is about to start."""
+        self._signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        # One that takes over would die of it; the first one is to.
+        if self._serving or (self._pid and not self._descriptors):
+            self._pass_signals_on()
+
+    def _pass_signals_on(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._passed_on = number
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
@@ -237,6 +252,7 @@ class Keeper:
                 self._descriptors += descriptors
             case Notice.SERVING:
                 self._serving = True
+                self._pass_signals_on()
             case Notice.ENDING:
                 self._ending = True
         return True

@@ -19,13 +19,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from fpfs.core.refusal import Refused
 from fpfs.testing.mounted import REPOSITORY, Mount, mounted
 
 GAP_S_MAX = 0.6
 """Longest time between two kills."""
+
+TAKE_OVER_S = 0.2
+"""Longest time until the next server is killed, too: about what it needs to take over."""
 
 
 class Outcome(NamedTuple):
@@ -56,12 +59,23 @@ def working(mount: Mount, *, count: int, seed: int) -> Iterator[list[subprocess.
         stop.touch()
 
 
-def kill_server(mount: Mount) -> float:
-    """Kill the server that is there; how long the next request takes, in s."""
-    with contextlib.suppress(Refused):
-        mount.note_processes()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(mount.server_pid, signal.SIGKILL)
+def child_of(pid: int) -> int:
+    """The server of a keeper, whether it answers yet or not; 0 between two of them."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else 0
+
+
+def kill_server(mount: Mount, *, again_after_s: float | None) -> float:
+    """Kill the server, and maybe the next one while it takes over.
+
+    Returns how long the next request takes after that, in s.
+    """
+    for wait_s in (0.0, again_after_s):
+        if wait_s is not None:
+            time.sleep(wait_s)
+            if server_pid := child_of(mount.keeper_pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server_pid, signal.SIGKILL)
     begun_s = time.monotonic()
     # A name that nobody asked for before: neither the kernel nor the channel knows of it.
     assert not (mount.root / f"never{begun_s}").exists()
@@ -76,7 +90,8 @@ def kill_again_and_again(mount: Mount, *, kills: int, workers: int, seed: int) -
     with working(mount, count=workers, seed=seed) as programs:
         for _ in range(kills):
             time.sleep(chance.uniform(0, GAP_S_MAX))
-            gaps_s.append(kill_server(mount))
+            again_after_s = chance.uniform(0, TAKE_OVER_S) if chance.random() < 0.3 else None
+            gaps_s.append(kill_server(mount, again_after_s=again_after_s))
             if any(program.poll() is not None for program in programs):
                 break
     operations = 0

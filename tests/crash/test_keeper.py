@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, mounted
+from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.crash.kill import kill_again_and_again
 from tests.support.processes import expect_line, python_child, tell
 
@@ -211,6 +211,34 @@ def test_what_was_acknowledged_survives_keeper_and_server(mount: Mount) -> None:
     mount.mount()
     assert (mount.root / "closed").read_bytes() == content
     assert (mount.root / "open").read_bytes() == b"x" * 5_000_000
+
+
+def test_the_tools_wait_for_the_next_server(mount: Mount) -> None:
+    content = os.urandom(30_000_000)
+    for _ in range(3):
+        (mount.root / "file").write_bytes(content)
+        os.kill(mount.server_pid, signal.SIGKILL)
+        check_fpfs("wait", mount.root / "file", module="fpfs.cli.ctl")
+        mount.note_processes()
+    os.kill(mount.server_pid, signal.SIGKILL)
+    mount.unmount()
+    mount.mount()
+    assert (mount.root / "file").read_bytes() == content
+
+
+def test_a_signal_to_the_keeper_ends_the_mount_whoever_serves_it(mount: Mount) -> None:
+    content = os.urandom(30_000_000)
+    (mount.root / "file").write_bytes(content)
+    keeper_fd = os.pidfd_open(mount.keeper_pid)
+    os.kill(mount.server_pid, signal.SIGKILL)
+    signal.pidfd_send_signal(keeper_fd, signal.SIGTERM)
+    ended, _, _ = select.select([keeper_fd], [], [], EXIT_TIMEOUT_S)
+    os.close(keeper_fd)
+    assert ended
+    assert mount.entry() is None
+    mount.forget()
+    mount.mount()
+    assert (mount.root / "file").read_bytes() == content
 
 
 def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:

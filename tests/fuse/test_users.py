@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import pwd
 import re
@@ -188,6 +189,18 @@ def test_a_user_mounts_writes_and_unmounts(account: Account) -> None:
     assert done.returncode == 0, done.stderr
     account.mount()
     assert account.run("cat", account.mountpoint / "file").stdout == "content\n"
+
+
+def test_a_users_server_that_dies_is_replaced(account: Account) -> None:
+    account.mount()
+    path = account.mountpoint / "file"
+    script = f"exec 3>{path}; echo before >&3; kill -9 $0; echo after >&3"
+    status = account.module("fpfs.cli.ctl", "status", "--json", account.mountpoint)
+    server_pid = json.loads(status.stdout)["server_pid"]
+    done = account.run("sh", "-c", script, str(server_pid))
+    assert done.returncode == 0, done.stderr
+    assert account.run("cat", path).stdout == "before\nafter\n"
+    assert f"server {server_pid} died (signal 9): starting another" in account.log.read_text()
 
 
 def test_the_mount_is_the_users_alone(account: Account) -> None:

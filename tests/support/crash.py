@@ -1,7 +1,7 @@
 """Ends a mount as a failure of power does, as far as processes and memory are concerned.
 
 What the kernel had not written to the devices is lost only on devices that lose it
-(`tests.support.faulty_devices`).
+(`tests.support.faults`).
 """
 
 from __future__ import annotations
