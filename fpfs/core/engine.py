@@ -227,6 +227,9 @@ class Engine(Protocol):
     def abandon(self, ino: int) -> None:
         """Forget what is left of an inode that does not exist any more."""
 
+    def held_objects(self) -> Sequence[ObjectId]:
+        """Objects of all loaded inodes, whether the catalog knows of them or not."""
+
     def adopt(self, handle: int, ino: int, *, flags: int) -> None:
         """Take over a handle that was left; its inode is loaded."""
 
@@ -406,6 +409,10 @@ class NativeEngine:
     def abandon(self, ino: int) -> None:
         """See `Engine.abandon`."""
         self._native.abandon(ino)
+
+    def held_objects(self) -> Sequence[ObjectId]:
+        """See `Engine.held_objects`."""
+        return [ObjectId(*key) for key in self._native.held_objects()]
 
     def adopt(self, handle: int, ino: int, *, flags: int) -> None:
         """See `Engine.adopt`."""

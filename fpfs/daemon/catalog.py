@@ -19,6 +19,7 @@ run in trio's own threads, on a descriptor of their own, and do not hold up oper
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["Catalog", "CatalogStatistics", "DeviceRecord", "RootOwner", "Transaction"]
+
+ENDED_CLEANLY = "ended_cleanly"
 
 Result = TypeVar("Result")
 Applied = TypeVar("Applied")
@@ -67,9 +70,14 @@ class Catalog:
         self.filesystem_id = str(values["filesystem_id"])
         self.object_base = int(values["object_base"]) + 1
         """A number that no earlier mount had, from which object names are made."""
+        self.ended_cleanly = bool(values.get(ENDED_CLEANLY, 1))
+        """Whether the last server closed the catalog, which a server that dies does not."""
+        connection.execute("BEGIN IMMEDIATE")
         connection.execute(
             "UPDATE filesystem SET value = ? WHERE name = 'object_base'", (self.object_base,)
         )
+        connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 0)", (ENDED_CLEANLY,))
+        connection.execute("COMMIT")
         self.devices = tuple(
             DeviceRecord(number=number, device_id=device_id, path=device_path)
             for number, device_id, device_path in connection.execute(
@@ -251,10 +259,17 @@ class Catalog:
         """Finish what is queued, copy the log into the database, stop the thread."""
         if self._closed:
             return
+        if self._flush_error is None:
+            with contextlib.suppress(OSError):  # it is opened as after a crash then
+                await self.write_urgently(_note_clean_end)
         self._closed = True
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(self._worker.stop)
         os.close(self._log_descriptor)
+
+
+def _note_clean_end(transaction: Transaction) -> None:
+    transaction.execute("UPDATE filesystem SET value = 1 WHERE name = ?", (ENDED_CLEANLY,))
 
 
 def _refuse_cancellation(_raise_cancel: object) -> trio.lowlevel.Abort:

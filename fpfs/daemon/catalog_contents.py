@@ -161,6 +161,16 @@ def delete_inodes(
     return removal
 
 
+def list_known_objects(transaction: Transaction, device: int, ids: Sequence[int]) -> set[int]:
+    """Return which of these objects belong to an inode."""
+    marks = ", ".join("?" * len(ids))
+    rows = transaction.execute(
+        f"SELECT id FROM objects WHERE device = ? AND id IN ({marks})",
+        (device, *ids),
+    )
+    return {id_ for (id_,) in rows}
+
+
 def list_orphans(transaction: Transaction) -> list[int]:
     """Return inodes without a name: what was open, or about to be deleted, when a mount ended."""
     return [ino for (ino,) in transaction.execute("SELECT ino FROM inodes WHERE nlink = 0")]

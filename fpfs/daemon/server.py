@@ -46,7 +46,7 @@ from fpfs.core.options import Idle, MountOptions
 from fpfs.core.policy import Policy
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
-from fpfs.daemon import metrics, mounting
+from fpfs.daemon import metrics, mounting, orphans
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
@@ -180,6 +180,11 @@ class Server:
                 taken.closed,
             )
 
+    async def _collect_orphans(self) -> None:
+        await orphans.collect(
+            catalog=self._catalog, engine=self._engine, devices=self._devices.devices
+        )
+
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""
         _log.critical("serving failed", exc_info=error)
@@ -199,6 +204,8 @@ class Server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
             nursery.start_soon(self._relay_events, device)
+            if not self._catalog.ended_cleanly:
+                nursery.start_soon(self._collect_orphans)
             await self._serve_names(ready, relay_fd)
             final = await self._flush_at_end()
             nursery.cancel_scope.cancel()

@@ -271,6 +271,10 @@ class MemoryEngine:
         """There is nothing to abandon."""
         raise AssertionError(f"inode {ino} was not left")
 
+    def held_objects(self) -> Sequence[ObjectId]:
+        """See `Engine.held_objects`."""
+        return sorted({key for file in self._files.values() for key in file.objects_known})
+
     def adopt(self, handle: int, ino: int, *, flags: int) -> None:
         """Take over a handle; its inode is loaded."""
         assert ino in self._files, f"inode {ino} is loaded before its handle is adopted"

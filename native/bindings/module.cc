@@ -222,6 +222,7 @@ void bind_plane(nb::class_<Engine>& type) {
            })
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
+      .def("held_objects", &Engine::held_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("forget_handle",
            [](Engine& engine, uint64_t handle) { engine.arena().forget_handle(handle); })
       .def("record_handle",

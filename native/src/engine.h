@@ -112,6 +112,8 @@ class Engine : public Plane {
   Left left() const;
   uint64_t recover(uint64_t ino);
   void abandon(uint64_t ino);
+  // Objects of all loaded files, committed or not.
+  std::vector<ObjectKey> held_objects() EXCLUDES(table_mutex_);
   Status adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
 
   Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,

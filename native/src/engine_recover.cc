@@ -65,6 +65,20 @@ void Engine::abandon(uint64_t ino) {
   remainders_.erase(it);
 }
 
+std::vector<ObjectKey> Engine::held_objects() {
+  std::vector<std::shared_ptr<File>> files;
+  {
+    const MutexLock lock(table_mutex_);
+    for (const auto& [ino, file] : files_) files.push_back(file);
+  }
+  std::vector<ObjectKey> held;
+  for (const auto& file : files) {
+    const std::vector<ObjectKey> objects = file->objects();
+    held.insert(held.end(), objects.begin(), objects.end());
+  }
+  return held;
+}
+
 Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
   const std::shared_ptr<File> found = file(ino);
   if (found == nullptr) return Status(ENOENT, "inode is not loaded");

@@ -171,6 +171,8 @@ class File : public std::enable_shared_from_this<File> {
   void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots)
       EXCLUDES(mutex_);
   Outcome attach_recovered() EXCLUDES(mutex_);
+  // Everything on the devices that is this file's.
+  std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
 
   // --- moving to the devices (file_drain.cc) ---
   void drain(bool last, DrainDone done) EXCLUDES(mutex_);
@@ -230,6 +232,8 @@ class File : public std::enable_shared_from_this<File> {
   void replay(const JournalEntry& entry) REQUIRES(mutex_);
   void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
   void find_garbage() REQUIRES(mutex_);
+  void trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes, Actions& actions)
+      REQUIRES(mutex_);
   Outcome zero_recovered_tails(Actions& actions) REQUIRES(mutex_);
 
   // file_write.cc
@@ -347,6 +351,8 @@ class File : public std::enable_shared_from_this<File> {
   };
   std::vector<StagedSlot> recovered_slots_ GUARDED_BY(mutex_);  // not in chains_ yet
   std::vector<RecoveredTail> recovered_tails_ GUARDED_BY(mutex_);
+  // Where each object's used part ends, in bytes: behind it lies what was preallocated.
+  std::map<std::pair<uint16_t, uint64_t>, uint64_t> recovered_ends_ GUARDED_BY(mutex_);
   // Of the last snapshot that is not yet committed:
   uint64_t snapshot_noted_ GUARDED_BY(mutex_) = 0;  // changes in the journal that it covers
   std::set<uint32_t> snapshot_segments_ GUARDED_BY(mutex_);

@@ -138,7 +138,9 @@ void File::find_garbage() {
   std::map<std::pair<uint16_t, uint64_t>, Spans> spans;
   for (const Extent& extent : garbage_) {
     const uint64_t begin = extent.place.object_block;
-    add_span(spans[{extent.place.device, extent.place.object}], begin, begin + extent.count);
+    const std::pair key{extent.place.device, extent.place.object};
+    add_span(spans[key], begin, begin + extent.count);
+    recovered_ends_[key] = std::max(recovered_ends_[key], (begin + extent.count) * kBlockBytes);
   }
   for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
     const uint64_t begin = extent.place.object_block;
@@ -153,12 +155,25 @@ void File::find_garbage() {
   }
 }
 
+std::vector<std::pair<uint16_t, uint64_t>> File::objects() {
+  const MutexLock lock(mutex_);
+  std::vector<std::pair<uint16_t, uint64_t>> keys;
+  keys.reserve(objects_.size());
+  for (const auto& [key, object] : objects_) keys.push_back(key);
+  return keys;
+}
+
 // One step: attaches the slots, with space for them on a device, oldest first.
 Outcome File::attach_recovered() {
   Actions actions;
   Outcome outcome;
   {
     const MutexLock lock(mutex_);
+    // What the dead process had preallocated may be the space that the slots need.
+    const bool trimming = !recovered_ends_.empty();
+    for (const auto& [key, end] : std::exchange(recovered_ends_, {})) {
+      trim_recovered(key, end, actions);
+    }
     while (!recovered_slots_.empty()) {
       Slot* slot = recovered_slots_.front().slot;
       if (!inline_mode_) {
@@ -170,6 +185,7 @@ Outcome File::attach_recovered() {
       if (!inline_mode_) seal(slot, actions);
     }
     if (recovered_slots_.empty()) outcome = zero_recovered_tails(actions);
+    if (trimming && outcome.error != 0) outcome = Outcome::wait();
   }
   actions.run();
   return outcome;

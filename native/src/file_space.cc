@@ -174,6 +174,24 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
   actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
 }
 
+void File::trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes,
+                          Actions& actions) {
+  Device* device = plane_.device(key.first);
+  const ObjectRef object = object_ref(key.first, key.second);
+  if (device == nullptr || object == nullptr) return;
+  auto* request = new CallRequest();
+  request->op = IoOp::Truncate;
+  request->object = object;
+  request->length = bytes;
+  // Failing to give space back loses no data.
+  request->call = [self = shared_from_this()](int result) {
+    if (result != 0 && result != -ENOENT)
+      self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
+    self->plane_.wake();
+  };
+  actions.add([device, request] { device->submit(request); });
+}
+
 Place File::next_place(uint16_t device, uint64_t blocks) {
   Appender& entry = appender(device);
   Place place{entry.id, static_cast<uint32_t>(entry.next_block), device, false};

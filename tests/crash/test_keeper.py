@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -239,6 +241,30 @@ def test_a_signal_to_the_keeper_ends_the_mount_whoever_serves_it(mount: Mount) -
     mount.forget()
     mount.mount()
     assert (mount.root / "file").read_bytes() == content
+
+
+def test_nothing_is_left_of_servers_that_died(mount: Mount) -> None:
+    mount.expect_log(r"removed \d+ objects that no version refers to")
+    for number in range(3):
+        with (mount.root / f"file{number}").open("wb", buffering=0) as stream:
+            stream.write(os.urandom(5_000_000))
+            kill(mount)
+            stream.write(os.urandom(5_000_000))
+        (mount.root / "again").write_bytes(os.urandom(3_000_000))
+    contents = {path.name: path.read_bytes() for path in mount.root.iterdir()}
+    mount.unmount()
+    there, used = set(), 0
+    for number, device in enumerate(mount.devices):
+        for path in device.glob("objects/*/*"):
+            there.add((number, int(path.name, 16)))
+            used += path.stat().st_blocks * 512
+    with contextlib.closing(sqlite3.connect(mount.devices[0] / "catalog.db")) as catalog:
+        named = set(catalog.execute("SELECT device, id FROM objects"))
+    assert there == named
+    # Nor is more taken than the contents need, in blocks of 64 KiB.
+    assert used <= sum(len(content) + 4 * 65_536 for content in contents.values())
+    mount.mount()
+    assert {path.name: path.read_bytes() for path in mount.root.iterdir()} == contents
 
 
 def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:

@@ -1,0 +1,83 @@
+"""Orphans: objects that no version refers to, which a server that died had made or not removed.
+
+Objects are kept ready before anybody asks for them, and a version that was never committed may have
+had some. After a clean unmount there are none, so that a mount after one looks at no directory.
+
+Invariants:
+  * Only objects of earlier servers are looked at: their ids are smaller than this one's.
+  * An object is removed only if the catalog does not name it and no loaded inode holds it.
+
+Concurrency: one coroutine in the background; folders are listed in threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import trio
+
+from fpfs.core.engine import ObjectId
+from fpfs.daemon.catalog_contents import list_known_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.devices import DeviceDirectory
+
+log = logging.getLogger(__name__)
+
+BATCH = 512
+"""Objects that are asked for in one query."""
+
+
+async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceDirectory]) -> int:
+    """Remove all orphans; returns how many there were."""
+    id_end = catalog.object_base << 32
+    count = 0
+    for device in devices:
+        ids = await trio.to_thread.run_sync(_list_ids, device.objects_path, id_end)
+        for first in range(0, len(ids), BATCH):
+            count += await _collect_batch(
+                catalog, engine, device.number, ids[first : first + BATCH]
+            )
+    if count:
+        log.info("removed %d objects that no version refers to", count)
+    return count
+
+
+async def _collect_batch(catalog: Catalog, engine: Engine, device: int, ids: Sequence[int]) -> int:
+    # In this order: what is held may be committed, and forgotten, in between.
+    held = set(engine.held_objects())
+    known = await catalog.read(lambda t: list_known_objects(t, device, ids))
+    orphans = [
+        key
+        for key in (ObjectId(device, id_) for id_ in ids)
+        if key.id not in known and key not in held
+    ]
+    if orphans:
+        try:
+            await engine.remove_objects(orphans)
+        except OSError as error:
+            log.warning("objects that no version refers to stay on device %d: %s", device, error)
+            return 0
+    return len(orphans)
+
+
+def _list_ids(objects_path: str, id_end: int) -> list[int]:
+    """Ids below `id_end` of the objects of a device; other names are none of ours."""
+    found = []
+    for folder in os.scandir(objects_path):
+        if not folder.is_dir(follow_symlinks=False):
+            continue
+        for entry in os.scandir(folder):
+            try:
+                id_ = int(entry.name, 16)
+            except ValueError:
+                continue
+            if id_ < id_end and entry.name == f"{id_:016x}":
+                found.append(id_)
+    return sorted(found)

@@ -1,0 +1,90 @@
+"""Orphans: only what nobody refers to is removed, and only where a server died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio.testing
+
+from fpfs.core.engine import ObjectId
+from fpfs.daemon.catalog import Catalog
+from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.devices import DeviceDirectory
+from fpfs.daemon.orphans import collect
+from tests.support.rig import LARGE, rig
+
+OLD = 3 << 32
+"""Ids of a server before this one."""
+
+
+def make_object(device: DeviceDirectory, id_: int) -> Path:
+    """An object's file."""
+    path = Path(device.objects_path, f"{id_ & 0xFF:02x}", f"{id_:016x}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def make_objects_and_others(device: DeviceDirectory) -> None:
+    """Objects of a server before, of this one and a later one, and files that are none."""
+    for id_ in (OLD + 1, OLD + 2, OLD + 3, 4 << 32, 5 << 32):
+        make_object(device, id_)
+    make_object(device, OLD + 2).with_name("notes.txt").touch()
+    make_object(device, OLD + 2).with_name("5").touch()  # a number, but no object's name
+    Path(device.objects_path, "file").touch()
+
+
+@trio.testing.trio_test
+async def test_objects_that_nobody_refers_to_are_removed(tmp_path: Path) -> None:
+    device = DeviceDirectory(0, str(tmp_path), "a")
+    async with rig(tmp_path) as mount:
+        mount.catalog.object_base = 4
+        await mount.catalog.write(
+            lambda t: t.execute(
+                "INSERT INTO objects VALUES (0, ?, 7, ?)", (OLD + 1, row_crc(0, OLD + 1, 7))
+            )
+        )
+        await mount.write_file("file", bytes(LARGE))
+        make_objects_and_others(device)
+        count = await collect(catalog=mount.catalog, engine=mount.engine, devices=[device])
+        assert count == 2
+        removed = [call for call in mount.engine.calls if call[0] == "remove_objects"]
+        assert removed == [("remove_objects", (ObjectId(0, OLD + 2), ObjectId(0, OLD + 3)))]
+
+
+@trio.testing.trio_test
+async def test_what_an_open_file_holds_stays(tmp_path: Path) -> None:
+    device = DeviceDirectory(0, str(tmp_path), "a")
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        mount.engine.write(handle, 0, bytes(LARGE))
+        inode = await mount.resolve("file")
+        await mount.engine.drain(inode.ino, last=False)
+        held = [key for key in mount.engine.held_objects() if key.device == 0]
+        assert held
+        for key in held:
+            make_object(device, key.id)
+        mount.catalog.object_base += 1
+        assert await collect(catalog=mount.catalog, engine=mount.engine, devices=[device]) == 0
+
+
+def test_only_a_clean_end_is_noted_as_one(tmp_path: Path) -> None:
+    seen = []
+
+    async def open_and_end(*, cleanly: bool) -> None:
+        catalog = Catalog.open(tmp_path / "catalog.db")
+        seen.append(catalog.ended_cleanly)
+        if cleanly:
+            await catalog.close()
+        else:
+            # A process that dies leaves its transactions in the log and nothing else.
+            catalog._worker.stop()
+
+    async def run() -> None:
+        async with rig(tmp_path):
+            pass
+        for cleanly in (True, False, False, True, True):
+            await open_and_end(cleanly=cleanly)
+
+    trio.run(run)
+    assert seen == [True, True, False, False, True]
