@@ -132,6 +132,9 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
         remedies[errno.ENOMEM] = (
             "ask for less staging: it must be free memory, within the limit of the memory cgroup"
         )
+        remedies[errno.ESTALE] = (
+            "mount with the fpfs that made it, or remove it: what was not committed is lost then"
+        )
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror and not error.filename:
         what = error.strerror

@@ -228,9 +228,10 @@ Status Arena::map_existing(const Config& config, Remains* remains, std::string* 
   if (fd_ < 0) fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
   if (fd_ < 0) return Status::from_errno("staging arena " + path_);
   arena::Header header{};
-  if (pread(fd_, &header, sizeof header, 0) != sizeof header) {
-    return Status(ESTALE, "staging arena " + path_ + " cannot be taken over: it is too short");
-  }
+  const ssize_t there = pread(fd_, &header, sizeof header, 0);
+  if (there < 0) return Status::from_errno("staging arena " + path_);
+  // The header is written last.
+  if (header.magic == 0) return Status(ENODATA, "staging arena " + path_ + " was never finished");
   if (Status status = check_header(header, config); !status.ok()) return status;
   slot_bytes_ = header.slot_bytes;
   lay_out(header.slot_count);

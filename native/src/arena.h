@@ -107,7 +107,8 @@ class Arena {
   };
   static Result<std::unique_ptr<Arena>> create(const Config& config, std::string* warning);
   // Takes over the arena at config.path, whose sizes hold, or its open file `fd` (taken over in any
-  // case). ESTALE when it is none of this filesystem and boot; ENOENT when there is none.
+  // case). ESTALE when it is none of this filesystem and boot; ENODATA when the process
+  // that made it died before it was used; ENOENT when there is none.
   static Result<std::unique_ptr<Arena>> attach(const Config& config, int fd, Remains* remains,
                                                std::string* warning);
   ~Arena();

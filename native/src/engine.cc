@@ -98,6 +98,10 @@ Status Engine::open_arena() {
   Remains remains;
   auto arena = config_.take_over ? Arena::attach(config, -1, &remains, &warning)
                                  : Arena::create(config, &warning);
+  if (!arena.ok() && arena.status().error() == ENODATA) {
+    ::unlink(config.path.c_str());
+    arena = Arena::create(config, &warning);
+  }
   if (!arena.ok()) return arena.status();
   arena_ = arena.take();
   if (!warning.empty()) log(30, warning);

@@ -342,6 +342,19 @@ TEST_CASE("takeover: inline content that was left behind does not show through h
   CHECK(succession.second->read(*taken, 0, 2'000'000) == std::string(1'000'000, '\0') + "far");
 }
 
+TEST_CASE("takeover: an arena that was never finished is made anew") {
+  for (const size_t bytes : {0U, 100U, 1'000'000U}) {
+    const Place place;
+    const EngineOptions options = place.options(true, 1);
+    std::ofstream(options.arena, std::ios::binary) << std::string(bytes, '\0');
+    EngineFixture fixture(options);
+    const auto file = fixture.load(kIno);
+    REQUIRE(fixture.write(*file, 0, "content") == 0);
+    CHECK(fixture.read(*file, 0, 100) == "content");
+    CHECK(fixture.engine().left().inos.empty());
+  }
+}
+
 TEST_CASE("takeover: an arena of another filesystem or boot, or a damaged one, is not taken") {
   const Place place;
   EngineOptions options = place.options(false, 0);
@@ -365,7 +378,7 @@ TEST_CASE("takeover: an arena of another filesystem or boot, or a damaged one, i
     return Arena::attach(config, -1, &remains, &warning).status();
   };
   CHECK(refusal(4000, 'x').ok());  // nothing is there
-  for (const auto& [at, why] : {std::pair{0, "it is none"},
+  for (const auto& [at, why] : {std::pair{1, "it is none"},
                                 {8, "another version"},
                                 {16, "another filesystem"},
                                 {80, "before the machine was started"},
