@@ -126,7 +126,7 @@ void Journal::put(uint64_t at, arena::ChangeHead head, std::string_view payload)
   head.bytes = static_cast<uint32_t>(payload.size());
   head.crc = 0;
   std::memcpy(to, &head, sizeof head);
-  std::memcpy(to + sizeof head, payload.data(), payload.size());
+  if (!payload.empty()) std::memcpy(to + sizeof head, payload.data(), payload.size());
   auto* crc = reinterpret_cast<uint32_t*>(to);
   std::atomic_ref<uint32_t>(*crc).store(checksum(to, payload.size()), std::memory_order_release);
 }
