@@ -44,7 +44,10 @@ class Requests:
 
     async def take_over(self) -> None:
         """Read the records that a server of the same connection left."""
-        self._left = dict(await self._catalog.read(_list))
+        records = await self._catalog.read(_list)
+        self._left = {number: ino for _slot, number, ino in records}
+        # The oldest ones are overwritten first, as by the server that died.
+        self._count = max(records, key=lambda record: record[1])[0] if records else 0
 
     async def start_over(self) -> None:
         """Drop the records of an earlier connection."""
@@ -80,8 +83,8 @@ class Requests:
         return recorded
 
 
-def _list(transaction: Transaction) -> list[tuple[int, int]]:
-    return transaction.execute("SELECT number, ino FROM requests").fetchall()
+def _list(transaction: Transaction) -> list[tuple[int, int, int]]:
+    return transaction.execute("SELECT slot, number, ino FROM requests").fetchall()
 
 
 def _clear(transaction: Transaction) -> None:

@@ -70,15 +70,24 @@ class TakeOver:
             await self._requests.take_over()
         else:
             await self._requests.start_over()
+        unnamed = frozenset(await self._catalog.read(list_orphans))
+        kept = unnamed if with_handles else frozenset()
         left = self._engine.left()
-        changed = [inode for ino in left.inos if (inode := await self._recover(ino)) is not None]
+        changed = []
+        for ino in left.inos:
+            inode = None if ino in unnamed - kept else await self._recover(ino)
+            if inode is None:
+                self._engine.abandon(ino)
+            else:
+                changed.append(inode)
         adopted = 0
         for handle in left.handles:
             if with_handles and await self._adopt(handle):
                 adopted += 1
             else:
                 self._engine.forget(handle.handle)
-        kept = await self._keep_referenced() if with_handles else frozenset()
+        if with_handles:
+            await self._keep_referenced(kept)
         closed = 0
         for inode in changed:
             if not inode.writers and self._inodes.refresh(inode):
@@ -88,13 +97,11 @@ class TakeOver:
             self._inodes.release(inode)
         return Taken(handles=adopted, changed=len(changed), closed=closed, kept=kept)
 
-    async def _keep_referenced(self) -> frozenset[int]:
+    async def _keep_referenced(self, unnamed: frozenset[int]) -> None:
         """Hold inodes without a name until the kernel forgets them: it may refer to any of them."""
         self._inodes.lookups_known = False
-        orphans = await self._catalog.read(list_orphans)
-        for ino in orphans:
+        for ino in unnamed:
             (await self._inodes.get(ino)).lookups = LOOKUPS_UNKNOWN
-        return frozenset(orphans)
 
     async def _load(self, ino: int) -> Inode | None:
         """A regular file's inode, loaded and in use until the end."""
@@ -110,11 +117,9 @@ class TakeOver:
 
     async def _recover(self, ino: int) -> Inode | None:
         inode = await self._load(ino)
-        if inode is None:
-            self._engine.abandon(ino)
-            return None
-        await self._engine.recover(ino)
-        self._inodes.refresh(inode)
+        if inode is not None:
+            await self._engine.recover(ino)
+            self._inodes.refresh(inode)
         return inode
 
     async def _adopt(self, left: LeftHandle) -> bool:

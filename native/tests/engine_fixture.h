@@ -33,6 +33,18 @@ struct Committed {
   uint64_t size = 0;
   std::optional<std::string> content;
   std::map<uint32_t, std::string> segments;
+
+  void take(const SnapshotData& snapshot) {
+    size = snapshot.size;
+    content = snapshot.inline_content;
+    for (const auto& [index, blob] : snapshot.segments) {
+      if (blob.empty()) {
+        segments.erase(index);
+      } else {
+        segments[index] = blob;
+      }
+    }
+  }
 };
 
 class EngineFixture {
@@ -156,16 +168,7 @@ class EngineFixture {
 
   // Makes a drained snapshot current, and gives back what it replaced.
   void make_current(File& file, const SnapshotData& snapshot) {
-    Committed& committed = committed_[file.ino()];
-    committed.size = snapshot.size;
-    committed.content = snapshot.inline_content;
-    for (const auto& [index, blob] : snapshot.segments) {
-      if (blob.empty()) {
-        committed.segments.erase(index);
-      } else {
-        committed.segments[index] = blob;
-      }
-    }
+    committed_[file.ino()].take(snapshot);
     file.committed(snapshot.sequence);
     engine_->discard(snapshot.garbage);
     engine_->remove_objects(snapshot.dead);

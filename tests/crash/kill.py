@@ -100,7 +100,9 @@ def kill_again_and_again(mount: Mount, *, kills: int, workers: int, seed: int) -
         assert program.returncode == 0, f"a program saw the kills (seed {seed}):\n{said}"
         operations += int(said.split()[-1])
     mount.note_processes()
-    return Outcome(operations, mount.status().restarts, gaps_s)
+    restarts = mount.status().restarts
+    assert restarts >= kills, f"{kills} kills, but only {restarts} servers were replaced"
+    return Outcome(operations, restarts, gaps_s)
 
 
 def main() -> None:

@@ -233,6 +233,19 @@ async def test_records_do_not_pile_up(tmp_path: Path) -> None:
 
 
 @trio.testing.trio_test
+async def test_a_successor_does_not_overwrite_the_newest_records(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        for number in range(1, 6):
+            await mount.catalog.write(mount.requests.recording(number, lambda _t: None))
+    async with rig(tmp_path, is_successor=True) as successor:
+        await successor.catalog.write(successor.requests.recording(6, lambda _t: None))
+        numbers = await successor.catalog.read(
+            lambda t: t.execute("SELECT number FROM requests ORDER BY slot").fetchall()
+        )
+        assert numbers == [(number,) for number in range(1, 7)]
+
+
+@trio.testing.trio_test
 async def test_handles_of_a_server_that_died_are_not_given_out_again(tmp_path: Path) -> None:
     devices = MemoryDevices()
     async with rig(tmp_path, devices=devices) as mount:
