@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -100,6 +101,14 @@ def _show_status(found: Status) -> None:
         f" commits: {found.commit.pending} pending, {found.commit.committed} done",
         highlight=False,
     )
+    for partial in found.partials:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(partial.time_unix_s))
+        console.print(
+            f"killed: the writer of {partial.path} ({partial.killed_by}, {when});"
+            f" its {format_size(partial.size)} are .fpfs/partial/{partial.name}",
+            highlight=False,
+            soft_wrap=True,
+        )
     for failure in found.commit.failures:
         console.print(f"not kept: {failure.message}", highlight=False, soft_wrap=True)
 

@@ -114,6 +114,16 @@ RESTART_S = 30
 CONNECT_AGAIN_S = 0.05
 
 
+class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
+
+    path: str
+    name: str
+    killed_by: str
+    time_unix_s: float
+    size: int
+
+
 class Status(msgspec.Struct, kw_only=True, frozen=True):
     """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
 
@@ -130,6 +140,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     devices: tuple[DeviceStatus, ...]
     staging: StagingStatus
     commit: CommitStatus
+    partials: tuple[PartialStatus, ...]
     channel: Mapping[str, int]
 
 

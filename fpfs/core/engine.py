@@ -135,6 +135,7 @@ class Snapshot(NamedTuple):
     objects: Sequence[ObjectId]
     dead: Sequence[ObjectId]
     garbage: Sequence[Range]
+    noted: int = 0
 
 
 class LeftHandle(NamedTuple):
@@ -149,15 +150,34 @@ class LeftHandle(NamedTuple):
     request: int
 
 
+class LeftChanges(NamedTuple):
+    """An inode with changes that the catalog may not know of.
+
+    `sequence` is that of the last one, as `Snapshot.noted` counts. `killed_by` is the signal that
+    ended the last writer that closed it, or 0.
+    """
+
+    ino: int
+    sequence: int
+    killed_by: int
+
+
+class Released(NamedTuple):
+    """A handle that the kernel has released, and the signal that ended its last writer, or 0."""
+
+    handle: int
+    killed_by: int
+
+
 class Left(NamedTuple):
     """What a server that died left in the arena.
 
-    `inos` are inodes with changes that the catalog may not know of, in the order in which their
+    `changed` are inodes with changes that the catalog may not know of, in the order in which their
     last writers closed them (those that are open: of their last change).
     """
 
     handles: Sequence[LeftHandle]
-    inos: Sequence[int]
+    changed: Sequence[LeftChanges]
 
 
 class SyncWrite(NamedTuple):
@@ -221,8 +241,12 @@ class Engine(Protocol):
     def left(self) -> Left:
         """What a server that died left, to be taken over before anything is served."""
 
-    async def recover(self, ino: int) -> None:
-        """Put what is left of a loaded inode on top of its committed content. ENOSPC."""
+    async def recover(self, ino: int, *, trim: bool) -> None:
+        """Put what is left of a loaded inode on top of its committed content. ENOSPC.
+
+        With `trim` what was preallocated behind it is given back: not where others refer to blocks
+        of its objects.
+        """
 
     def abandon(self, ino: int) -> None:
         """Forget what is left of an inode that does not exist any more."""
@@ -242,7 +266,7 @@ class Engine(Protocol):
     def release(self, handle: int) -> bool:
         """Forget a handle that the kernel will not release any more. False when it just did."""
 
-    def take_released(self) -> Sequence[int]:
+    def take_released(self) -> Sequence[Released]:
         """Handles that the kernel has released since the last call, in that order.
 
         The engine has forgotten them and has answered the kernel. Whoever acts on something that
@@ -270,6 +294,27 @@ class Engine(Protocol):
 
     def committed(self, ino: int, sequence: int) -> None:
         """The catalog holds the snapshot with this sequence number."""
+
+    def revert(
+        self,
+        ino: int,
+        *,
+        size: int,
+        mtime_ns: int,
+        ctime_ns: int,
+        inline: bytes | None,
+        segments: Sequence[tuple[int, bytes]],
+    ) -> None:
+        """Begin with this content again, after a drain whose snapshot became another inode's.
+
+        The kernel forgets what it has of the content. EBUSY if it was written to since the drain.
+        """
+
+    def invalidate(self, ino: int) -> None:
+        """Let the kernel forget attributes and pages of an inode, soon."""
+
+    def invalidate_name(self, directory: int, name: bytes) -> None:
+        """Let the kernel forget that a name is, or is not, in a directory, soon."""
 
     async def discard(self, ranges: Sequence[Range]) -> None:
         """Give ranges of objects back to the devices (no committed layout refers to them)."""
@@ -399,12 +444,15 @@ class NativeEngine:
 
     def left(self) -> Left:
         """See `Engine.left`."""
-        handles, inos = self._native.left()
-        return Left([LeftHandle(*fields) for fields in handles], inos)
+        handles, changed = self._native.left()
+        return Left(
+            [LeftHandle(*fields) for fields in handles],
+            [LeftChanges(*fields) for fields in changed],
+        )
 
-    async def recover(self, ino: int) -> None:
+    async def recover(self, ino: int, *, trim: bool) -> None:
         """See `Engine.recover`."""
-        await self._completion(self._native.recover(ino))
+        await self._completion(self._native.recover(ino, trim))
 
     def abandon(self, ino: int) -> None:
         """See `Engine.abandon`."""
@@ -430,9 +478,9 @@ class NativeEngine:
         """See `Engine.release`."""
         return self._native.release(handle)
 
-    def take_released(self) -> Sequence[int]:
+    def take_released(self) -> Sequence[Released]:
         """See `Engine.take_released`."""
-        return self._native.take_released()
+        return [Released(*fields) for fields in self._native.take_released()]
 
     def attributes(self, ino: int) -> FileAttributes:
         """See `Engine.attributes`."""
@@ -453,7 +501,8 @@ class NativeEngine:
     async def drain(self, ino: int, *, last: bool) -> Snapshot:
         """See `Engine.drain`."""
         fields = await self._completion(self._native.drain(ino, last))
-        sequence, size, mtime_ns, ctime_ns, inline, segments, objects, dead, garbage = fields
+        sequence, size, mtime_ns, ctime_ns, inline, segments, *places, noted = fields
+        objects, dead, garbage = places
         return Snapshot(
             sequence,
             size,
@@ -464,11 +513,33 @@ class NativeEngine:
             [ObjectId(*key) for key in objects],
             [ObjectId(*key) for key in dead],
             [Range(*entry) for entry in garbage],
+            noted,
         )
 
     def committed(self, ino: int, sequence: int) -> None:
         """See `Engine.committed`."""
         self._native.committed(ino, sequence)
+
+    def revert(
+        self,
+        ino: int,
+        *,
+        size: int,
+        mtime_ns: int,
+        ctime_ns: int,
+        inline: bytes | None,
+        segments: Sequence[tuple[int, bytes]],
+    ) -> None:
+        """See `Engine.revert`."""
+        self._native.revert(ino, size, mtime_ns, ctime_ns, inline, list(segments))
+
+    def invalidate(self, ino: int) -> None:
+        """See `Engine.invalidate`."""
+        self._native.invalidate(ino)
+
+    def invalidate_name(self, directory: int, name: bytes) -> None:
+        """See `Engine.invalidate_name`."""
+        self._native.invalidate_name(directory, name)
 
     async def discard(self, ranges: Sequence[Range]) -> None:
         """See `Engine.discard`."""

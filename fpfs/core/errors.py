@@ -20,6 +20,7 @@
         ├── NoAttribute          ENODATA
         ├── Unsupported          EOPNOTSUPP    (the same number as ENOTSUP)
         ├── StaleHandle          EBADF
+        ├── StaleInode           ESTALE
         ├── NoSpace              ENOSPC
         ├── ReadOnly             EROFS
         ├── DamagedData          EIO
@@ -144,6 +145,12 @@ class StaleHandle(FpfsError):
     """A handle that was never given out or was released."""
 
     code = errno.EBADF
+
+
+class StaleInode(FpfsError):
+    """An inode that is not behind the name any more by which the kernel came to it."""
+
+    code = errno.ESTALE
 
 
 class NoSpace(FpfsError):

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from fpfs.core.engine import BLOCK_BYTES
-from fpfs.core.policy import CHUNK_BYTES_DEFAULT, Acknowledge
+from fpfs.core.policy import CHUNK_BYTES_DEFAULT, WHOLE_DEFAULT, Acknowledge
 from fpfs.core.refusal import Refused
 from fpfs.core.units import parse_size_bytes
 
@@ -73,6 +73,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 16
     receivers: int = msgspec.field(default_factory=default_receivers)
     idle: Idle = Idle.SHALLOW
+    whole: tuple[str, ...] = WHOLE_DEFAULT
     allow_other: bool | None = None
     adopt: bool = False
     source: str = ""
@@ -107,6 +108,7 @@ _EXAMPLES = {
     "depth": "16",
     "receivers": "4",
     "idle": "deep",
+    "whole": "*.pt:*.safetensors",
     "device": "/nvme0/fpfs",
     "log": "/var/log/fpfs.log",
     "fsname": "/nvme0/fpfs",
@@ -163,6 +165,8 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
             return name, _count(name, value)
         case "idle":
             return name, _choice(Idle, name, value)
+        case "whole":
+            return name, () if value == "none" else tuple(filter(None, value.split(":")))
         case "log":
             return name, value
     return "source", value

@@ -6,6 +6,8 @@ There is one policy for the whole mount; per-directory policies will be layers o
 from __future__ import annotations
 
 import enum
+import fnmatch
+import os
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHUNK_BYTES_DEFAULT = 1024 * 1024
+
+WHOLE_DEFAULT = ("*.pt", "*.pth", "*.ckpt", "*.bin", "*.safetensors", "*.distcp")
+"""Names of checkpoints, as shell patterns."""
 
 
 class Acknowledge(enum.StrEnum):
@@ -36,13 +41,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Placement and acknowledgement for a mount.
 
     `devices` are the device numbers that new contents may use, in order; `width` is how many of
-    them one file is striped over (0: all). `chunk_bytes` is a multiple of 64 KiB.
+    them one file is striped over (0: all). `chunk_bytes` is a multiple of 64 KiB. `whole` are shell
+    patterns of names that never show what a killed writer left.
     """
 
     devices: tuple[int, ...]
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     width: int = 0
     ack: Acknowledge = Acknowledge.EARLY
+    whole: tuple[str, ...] = WHOLE_DEFAULT
 
     def __post_init__(self) -> None:
         """Refuse what no layout could follow, with a message for the user."""
@@ -56,6 +63,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.width <= len(self.devices):
             raise ValueError(f"width {self.width} does not fit {len(self.devices)} devices")
+
+    def is_whole(self, name: bytes) -> bool:
+        """Whether a name is to show whole contents only."""
+        text = os.fsdecode(name)
+        return any(fnmatch.fnmatchcase(text, pattern) for pattern in self.whole)
 
 
 def rotate_layouts(policy: Policy) -> Iterator[Layout]:

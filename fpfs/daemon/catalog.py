@@ -29,6 +29,8 @@ import trio
 
 from fpfs.core.errors import CatalogError
 from fpfs.daemon.catalog_schema import (
+    NUMBER_FIRST,
+    ROOT_INO,
     DeviceRecord,
     RootOwner,
     create_database,
@@ -84,7 +86,9 @@ class Catalog:
                 "SELECT number, device_id, path FROM devices ORDER BY number"
             )
         )
-        (self.inode_count_at_open,) = connection.execute("SELECT count(*) FROM inodes").fetchone()
+        (self.inode_count_at_open,) = connection.execute(
+            f"SELECT count(*) FROM inodes WHERE ino = {ROOT_INO} OR ino >= {NUMBER_FIRST}"
+        ).fetchone()
         # The descriptor must not be of the database file: closing one drops SQLite's POSIX locks.
         self._log_descriptor = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
         os.fsync(self._log_descriptor)
@@ -184,9 +188,12 @@ class Catalog:
         """
         return await self._submit(operation, apply, RequestKind.URGENT_WRITE)
 
-    async def write_many(self, operation: Operation[Result]) -> Result:
+    async def write_many(
+        self, operation: Operation[Result], *, apply: Callable[[Result], Result] | None = None
+    ) -> Result:
         """Run an operation like `write_urgently` that may touch many rows: always in the thread."""
-        result: Result = await self._submit(operation, None, RequestKind.URGENT_WRITE, is_long=True)
+        kind = RequestKind.URGENT_WRITE
+        result: Result = await self._submit(operation, apply, kind, is_long=True)
         return result
 
     async def _submit(

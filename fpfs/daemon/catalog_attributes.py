@@ -29,12 +29,14 @@ class InodeRow(NamedTuple):
     rdev: int
     parent: int
     layout: bytes | None
+    unfinished: int
     has_xattrs: bool
 
 
 INODE_COLUMNS = (
     "i.ino, i.mode, i.uid, i.gid, i.nlink, i.size, i.allocated_bytes, i.atime_ns, i.mtime_ns, "
-    "i.ctime_ns, i.rdev, i.parent, i.layout, EXISTS (SELECT 1 FROM xattrs x WHERE x.ino = i.ino)"
+    "i.ctime_ns, i.rdev, i.parent, i.layout, i.unfinished, "
+    "EXISTS (SELECT 1 FROM xattrs x WHERE x.ino = i.ino)"
 )
 
 

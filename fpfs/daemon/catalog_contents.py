@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.errors import DamagedData
+from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_attributes import drop_privileges
 from fpfs.daemon.catalog_schema import row_crc
 
@@ -42,6 +43,8 @@ class Version(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     privileges_dropped: bool
+    killed_by: int = 0
+    """The signal that ended the writer whose close completed it, or 0."""
 
 
 class Removal(NamedTuple):
@@ -77,14 +80,40 @@ def make_current(transaction: Transaction, versions: Sequence[Version]) -> int:
     """Make versions current, in their order; returns the largest removal made, or 0."""
     removal = 0
     for version in versions:
-        removal = max(removal, _make_one_current(transaction, version))
+        removal = max(removal, make_one_current(transaction, version))
     return removal
 
 
-def _make_one_current(transaction: Transaction, version: Version) -> int:
+def make_one_current(transaction: Transaction, version: Version) -> int:
+    """Make one version current; returns the largest removal made, or 0."""
+    ino, snapshot = version.ino, version.snapshot
+    sharing = (snapshot.dead or snapshot.garbage) and shares.are_there(transaction)
+    before = shares.references(transaction, ino) if sharing else {}
+    store_snapshot(transaction, version)
+    if sharing:
+        gone = [
+            place
+            for dead in snapshot.dead
+            for place in shares.give_up_object(transaction, ino, dead, before)
+        ]
+        for garbage in snapshot.garbage:
+            gone += shares.give_up_range(transaction, ino, garbage)
+        return record_removals(transaction, gone)
+    if not snapshot.dead and not snapshot.garbage:
+        return 0
+    transaction.executemany("DELETE FROM objects WHERE device = ? AND id = ?", snapshot.dead)
+    return max(
+        record_removals(transaction, [Range(*dead, 0, 0) for dead in snapshot.dead]),
+        record_removals(transaction, snapshot.garbage),
+    )
+
+
+def store_snapshot(transaction: Transaction, version: Version) -> None:
+    """Store content, size and times of an inode, and the objects that nobody owns yet."""
     ino, snapshot = version.ino, version.snapshot
     transaction.execute(
-        "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ? WHERE ino = ?",
+        "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ?,"
+        " unfinished = 0 WHERE ino = ?",
         (snapshot.size, version.allocated_bytes, version.mtime_ns, version.ctime_ns, ino),
     )
     if version.privileges_dropped:
@@ -99,22 +128,15 @@ def _make_one_current(transaction: Transaction, version: Version) -> int:
     if snapshot.inline is not None:
         transaction.execute("DELETE FROM segments WHERE ino = ?", (ino,))
     for index, blob in snapshot.segments:
-        _store_segment(transaction, ino, index, blob)
+        store_segment(transaction, ino, index, blob)
     if snapshot.objects:
         transaction.executemany(
             "INSERT OR IGNORE INTO objects VALUES (?, ?, ?, ?)",
             [(device, id_, ino, row_crc(device, id_, ino)) for device, id_ in snapshot.objects],
         )
-    if not snapshot.dead and not snapshot.garbage:
-        return 0
-    transaction.executemany("DELETE FROM objects WHERE device = ? AND id = ?", snapshot.dead)
-    return max(
-        _record_removals(transaction, [Range(*dead, 0, 0) for dead in snapshot.dead]),
-        _record_removals(transaction, snapshot.garbage),
-    )
 
 
-def _store_segment(transaction: Transaction, ino: int, index: int, blob: bytes) -> None:
+def store_segment(transaction: Transaction, ino: int, index: int, blob: bytes) -> None:
     """Store one segment, or remove it when it describes nothing any more."""
     if not blob:
         transaction.execute("DELETE FROM segments WHERE ino = ? AND segment = ?", (ino, index))
@@ -125,7 +147,7 @@ def _store_segment(transaction: Transaction, ino: int, index: int, blob: bytes) 
     )
 
 
-def _record_removals(transaction: Transaction, ranges: Iterable[Range]) -> int:
+def record_removals(transaction: Transaction, ranges: Iterable[Range]) -> int:
     """Enter ranges (count 0: whole objects) to give back; returns the last row's number or 0."""
     last = 0
     for place in ranges:
@@ -144,6 +166,7 @@ def delete_inodes(
     Each comes with the objects that the engine still held for it, committed or not.
     """
     removal = 0
+    sharing = shares.are_there(transaction)
     for ino, held in inodes:
         objects = {ObjectId(*identity) for identity in held}
         for device, id_, crc in transaction.execute(
@@ -154,10 +177,12 @@ def delete_inodes(
             else:
                 # Following a damaged row could delete another file's object.
                 log.error("object row (%d, %#x) of inode %d is damaged: left", device, id_, ino)
-        for table in ("objects", "segments", "inline", "xattrs", "inodes"):
-            transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
         places = [Range(*identity, 0, 0) for identity in sorted(objects)]
-        removal = max(removal, _record_removals(transaction, places))
+        if sharing:
+            places = shares.give_up_all(transaction, ino, objects)
+        for table in ("objects", "segments", "inline", "xattrs", "partials", "inodes"):
+            transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
+        removal = max(removal, record_removals(transaction, places))
     return removal
 
 

@@ -28,6 +28,7 @@ from fpfs.core.errors import (
 )
 from fpfs.core.limits import LINK_COUNT_MAX
 from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow
+from fpfs.daemon.catalog_schema import FPFS_INO
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog_worker import Transaction
@@ -45,6 +46,7 @@ class NewInode(NamedTuple):
     now_ns: int
     target: bytes | None = None
     layout: bytes | None = None
+    unfinished: bool = False
 
 
 class Removed(NamedTuple):
@@ -108,10 +110,15 @@ def _find_existing(transaction: Transaction, parent: int, name: bytes) -> _Name:
     return found
 
 
-def _touch_directory(
+def touch_directory(
     transaction: Transaction, ino: int, now_ns: int, *, nlink_change: int = 0
 ) -> None:
-    """Set a directory's times after a change of its names; `NoSuchEntry` if it was removed."""
+    """Set a directory's times after a change of its names.
+
+    Raises `NoSuchEntry` if it was removed, `NotPermitted` for `.fpfs`.
+    """
+    if ino == FPFS_INO:
+        raise NotPermitted("names in .fpfs are not to be changed")
     changed = transaction.execute(
         "UPDATE inodes SET mtime_ns = ?, ctime_ns = ?, nlink = nlink + ? "
         "WHERE ino = ? AND nlink > 0",
@@ -147,10 +154,10 @@ def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> i
     if _find(transaction, parent, name) is not None:
         raise EntryExists(f"{name!r} exists in directory {parent}")
     is_directory = stat.S_ISDIR(new.mode)
-    _touch_directory(transaction, parent, new.now_ns, nlink_change=int(is_directory))
+    touch_directory(transaction, parent, new.now_ns, nlink_change=int(is_directory))
     ino = transaction.take_number()
     transaction.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             ino,
             new.mode,
@@ -165,6 +172,7 @@ def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> i
             parent if is_directory else 0,
             new.target,
             new.layout,
+            new.unfinished,
         ),
     )
     # The inode's number serves as its first name's cookie: both come from one counter.
@@ -190,7 +198,7 @@ def link(transaction: Transaction, ino: int, parent: int, name: bytes, *, now_ns
         raise NotPermitted(f"inode {ino} is a directory, which cannot have a second name")
     if nlink >= LINK_COUNT_MAX:
         raise TooManyLinks(f"inode {ino} has {nlink} names already")
-    _touch_directory(transaction, parent, now_ns)
+    touch_directory(transaction, parent, now_ns)
     transaction.execute(
         "UPDATE inodes SET nlink = nlink + 1, ctime_ns = ? WHERE ino = ?", (now_ns, ino)
     )
@@ -206,7 +214,7 @@ def unlink(transaction: Transaction, parent: int, name: bytes, *, now_ns: int) -
     if found.is_directory:
         raise IsADirectory(f"{name!r} in directory {parent} is a directory")
     transaction.execute("DELETE FROM names WHERE cookie = ?", (found.cookie,))
-    _touch_directory(transaction, parent, now_ns)
+    touch_directory(transaction, parent, now_ns)
     return _drop_link(transaction, found.ino, now_ns)
 
 
@@ -225,7 +233,7 @@ def remove_directory(transaction: Transaction, parent: int, name: bytes, *, now_
         raise NotADirectory(f"{name!r} in directory {parent} is not a directory")
     _refuse_entries(transaction, found.ino)
     transaction.execute("DELETE FROM names WHERE cookie = ?", (found.cookie,))
-    _touch_directory(transaction, parent, now_ns, nlink_change=-1)
+    touch_directory(transaction, parent, now_ns, nlink_change=-1)
     return _drop_directory(transaction, found.ino, now_ns)
 
 
@@ -250,6 +258,8 @@ def rename(
     """Move a name, with the meanings of renameat2(2). `source` and so on are (directory, name)."""
     moving = _find_existing(transaction, *source)
     existing = _find(transaction, *destination)
+    if FPFS_INO in (moving.ino, existing.ino if existing else None):
+        raise NotPermitted(".fpfs is not to be moved")
     if mode is RenameMode.EXCHANGE:
         if existing is None:
             raise NoSuchEntry(f"{destination[1]!r} does not exist in directory {destination[0]}")
@@ -261,8 +271,8 @@ def rename(
     if existing is not None and existing.ino == moving.ino:
         return Renamed(moving.ino, moving.is_directory, unchanged=True)
     _refuse_own_subtree(transaction, moving, source[0], destination[0])
-    _touch_directory(transaction, source[0], now_ns)
-    _touch_directory(transaction, destination[0], now_ns)
+    touch_directory(transaction, source[0], now_ns)
+    touch_directory(transaction, destination[0], now_ns)
     if existing is None:
         _place(transaction, moving, source[0], destination, now_ns)
         return Renamed(moving.ino, moving.is_directory)
@@ -301,8 +311,8 @@ def _exchange(
     """Let two names change places."""
     _refuse_own_subtree(transaction, moving, source[0], destination[0])
     _refuse_own_subtree(transaction, existing, destination[0], source[0])
-    _touch_directory(transaction, source[0], now_ns)
-    _touch_directory(transaction, destination[0], now_ns)
+    touch_directory(transaction, source[0], now_ns)
+    touch_directory(transaction, destination[0], now_ns)
     # The unique index on (parent, name) holds after every statement: step aside first. No name
     # has zero bytes, so the empty one is free.
     transaction.execute("UPDATE names SET name = x'' WHERE cookie = ?", (existing.cookie,))

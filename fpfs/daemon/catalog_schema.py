@@ -3,8 +3,8 @@
 Invariants:
   * `names.cookie`, `inodes.ino` and `removals.id` come from one counter that never repeats, so an
     inode number is never reused and a directory offset never points to another entry's place.
-  * Rows that locate bytes (inline, segments, objects, removals) carry a CRC-32 over what they say
-    and whose it is, so that a damaged or misplaced row is found before it is followed.
+  * Rows that locate bytes (inline, segments, objects, shares, removals) carry a CRC-32 over what
+    they say and whose it is, so that a damaged or misplaced row is found before it is followed.
   * The -wal file is written before an operation is answered; it is flushed by `Catalog` only.
 
 Concurrency: the functions block; they run before trio starts, or in the catalog's worker.
@@ -29,14 +29,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+FIXED_DIRECTORIES_SINCE = 3
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
+FPFS_INO = 2
+"""The directory `.fpfs` in the root: not listed there, and nobody's to change."""
+PARTIAL_INO = 3
+"""The directory `.fpfs/partial`: contents whose writer was killed."""
 LOG_BYTES_KEPT = 4 * 1024 * 1024
 """What a log that starts over keeps of its file: room for an unlink on a full device."""
 
 NUMBER_FIRST = 16
-"""First value of the counter; smaller ones are the root and the offsets of "." and ".."."""
+"""First value of the counter; smaller ones are fixed inodes and names and, in listings, the offsets
+of "." and ".."."""
+
+FIXED_DIRECTORIES = (
+    # Inode, permissions, parent, name and its cookie.
+    (FPFS_INO, 0o755, ROOT_INO, b".fpfs", 8),
+    (PARTIAL_INO, 0o1777, FPFS_INO, b"partial", 9),
+)
 
 TABLES = (
     """CREATE TABLE filesystem (
@@ -44,13 +56,16 @@ TABLES = (
     """CREATE TABLE devices (
         number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL) STRICT""",
     # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
-    # chunks of a regular file go, in MessagePack.
+    # chunks of a regular file go, in MessagePack. `unfinished` is 1 from when a file is made under
+    # a name that shows whole contents only until it is closed.
     """CREATE TABLE inodes (
         ino INTEGER PRIMARY KEY, mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
         nlink INTEGER NOT NULL, size INTEGER NOT NULL, allocated_bytes INTEGER NOT NULL,
         atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
-        rdev INTEGER NOT NULL, parent INTEGER NOT NULL, target BLOB, layout BLOB) STRICT""",
+        rdev INTEGER NOT NULL, parent INTEGER NOT NULL, target BLOB, layout BLOB,
+        unfinished INTEGER NOT NULL DEFAULT 0) STRICT""",
     "CREATE INDEX orphans ON inodes (ino) WHERE nlink = 0",
+    "CREATE INDEX unfinished ON inodes (ino) WHERE unfinished = 1",
     # The second index carries the cookie (a rowid) behind the parent: the order of readdir.
     """CREATE TABLE names (
         cookie INTEGER PRIMARY KEY, parent INTEGER NOT NULL, name BLOB NOT NULL,
@@ -73,6 +88,16 @@ TABLES = (
     """CREATE TABLE removals (
         id INTEGER PRIMARY KEY, device INTEGER NOT NULL, object INTEGER NOT NULL,
         block INTEGER NOT NULL, count INTEGER NOT NULL, crc INTEGER NOT NULL) STRICT""",
+    # What an inode refers to in an object that belongs to another (see `catalog_shares`).
+    """CREATE TABLE shares (
+        device INTEGER NOT NULL, object INTEGER NOT NULL, ino INTEGER NOT NULL,
+        block INTEGER NOT NULL, count INTEGER NOT NULL, crc INTEGER NOT NULL,
+        PRIMARY KEY (device, object, ino, block)) STRICT, WITHOUT ROWID""",
+    "CREATE INDEX shares_by_ino ON shares (ino)",
+    # Contents that were put aside (see `catalog_aside`).
+    """CREATE TABLE partials (
+        ino INTEGER PRIMARY KEY, origin INTEGER NOT NULL, path BLOB NOT NULL,
+        killed_by INTEGER NOT NULL, time_ns INTEGER NOT NULL, noted INTEGER NOT NULL) STRICT""",
     # What requests of this connection came to, for a server that takes over (see `requests`).
     """CREATE TABLE requests (
         slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL) STRICT""",
@@ -163,19 +188,29 @@ def _fill(
     connection.executemany(
         "INSERT INTO devices VALUES (?, ?, ?)", [(d.number, d.device_id, d.path) for d in devices]
     )
+    _fill_directory(connection, ROOT_INO, root.permissions, ROOT_INO, root)
+    _fill_fixed_directories(connection, root)
+
+
+def _fill_fixed_directories(connection: sqlite3.Connection, root: RootOwner) -> None:
+    """Insert the directories that every filesystem has. The root does not count `.fpfs`."""
+    for ino, permissions, parent, name, cookie in FIXED_DIRECTORIES:
+        _fill_directory(connection, ino, permissions, parent, root)
+        if parent != ROOT_INO:
+            connection.execute("UPDATE inodes SET nlink = nlink + 1 WHERE ino = ?", (parent,))
+        connection.execute(
+            "INSERT INTO names VALUES (?, ?, ?, ?, ?)",
+            (cookie, parent, name, ino, stat.S_IFDIR >> 12),
+        )
+
+
+def _fill_directory(
+    connection: sqlite3.Connection, ino: int, permissions: int, parent: int, root: RootOwner
+) -> None:
     now = time.time_ns()
     connection.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL)",
-        (
-            ROOT_INO,
-            stat.S_IFDIR | root.permissions,
-            root.uid,
-            root.gid,
-            now,
-            now,
-            now,
-            ROOT_INO,
-        ),
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL, 0)",
+        (ino, stat.S_IFDIR | permissions, root.uid, root.gid, now, now, now, parent),
     )
 
 
@@ -237,16 +272,41 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     if application_id != APPLICATION_ID:
         raise CatalogError(f"{path} is not a catalog of fpfs")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 1:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute(TABLES[-1])
-        connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-        connection.execute("COMMIT")
+    if version < FORMAT_VERSION:
+        _upgrade(connection, path, version)
     if version > FORMAT_VERSION:
         raise CatalogTooNew(
             f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}",
             remedy="mount it with the newer fpfs that wrote it",
         )
+
+
+def _upgrade(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Add what catalogs of earlier formats lack; their rows stay as they are."""
+    connection.execute("BEGIN IMMEDIATE")
+    columns = connection.execute("SELECT name FROM pragma_table_info('inodes')").fetchall()
+    if ("unfinished",) not in columns:
+        connection.execute("ALTER TABLE inodes ADD COLUMN unfinished INTEGER NOT NULL DEFAULT 0")
+    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema").fetchall()}
+    for statement in TABLES:
+        kind, name = statement.split(maxsplit=3)[1:3]
+        if name not in there and kind in ("TABLE", "INDEX"):
+            connection.execute(statement)
+    if version < FIXED_DIRECTORIES_SINCE:
+        if connection.execute(
+            "SELECT 1 FROM names WHERE parent = ? AND name = ?", (ROOT_INO, b".fpfs")
+        ).fetchone():
+            connection.execute("ROLLBACK")
+            raise CatalogError(
+                f"catalog {path} has a file or directory .fpfs, a name that this fpfs uses itself",
+                remedy="mount it with the fpfs that wrote it, and rename that",
+            )
+        owner = connection.execute(
+            "SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)
+        ).fetchone()
+        _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
+    connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+    connection.execute("COMMIT")
 
 
 def flush_directory(path: Path) -> None:

@@ -14,6 +14,9 @@ Invariants:
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
   * A version holds nothing of a writer that came after its close: an open for writing waits until
     the drain of what was closed before has begun (`wait_drain_begun`).
+  * A version whose writer was killed does not become current where its name is one of those that
+    show whole contents only: it is put aside (`catalog_aside`), and the one before stays. Who opens
+    the file meanwhile waits until that is done (`wait_put_aside`).
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
 
@@ -27,16 +30,21 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
 from fpfs.core.policy import Acknowledge
+from fpfs.daemon.asides import Asides
+from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_orphans, make_current
 from fpfs.daemon.reclaim import Reclaim
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.inodes import Inode, InodeTable
@@ -75,7 +83,16 @@ class CommitStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry:
     """One version on its way; `done` is set when it is current or given up."""
 
-    __slots__ = ("done", "drained", "error", "inode", "last", "previous", "snapshot", "started")
+    __slots__ = (
+        "done",
+        "drained",
+        "error",
+        "inode",
+        "last",
+        "previous",
+        "snapshot",
+        "started",
+    )
 
     def __init__(self, inode: Inode, *, last: bool, previous: _Entry | None) -> None:
         self.inode = inode
@@ -99,14 +116,17 @@ class Commit:
         engine: Engine,
         inodes: InodeTable,
         ack: Acknowledge = Acknowledge.EARLY,
+        is_whole: Callable[[bytes], bool] = lambda _name: False,
         durable_within_s: float = 1.0,
     ) -> None:
-        """Start empty; nothing happens before `run`."""
+        """Start empty; nothing happens before `run`. Names that `is_whole` show whole contents."""
         self.ack = ack
+        self._is_whole = is_whole
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
         self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
+        self._aside = Asides(engine=engine, inodes=inodes)
         self._flush_delay_s = durable_within_s / 2
         self._queue: deque[_Entry] = deque()
         self._gathered: list[_Entry] = []
@@ -148,12 +168,17 @@ class Commit:
 
     # What the namespace asks for.
 
-    def closed(self, inode: Inode) -> None:
-        """Queue the version of an inode whose last writable handle was released."""
+    def closed(self, inode: Inode, *, killed_by: int = 0) -> None:
+        """Queue the version of an inode whose last writable handle was released.
+
+        `killed_by` is the signal that ended its writer, or 0.
+        """
+        inode.killed_by = killed_by
         self._enqueue(inode, last=True)
 
     def truncated(self, inode: Inode) -> None:
         """Queue an inode that was changed without a writable handle."""
+        inode.killed_by = 0
         self._enqueue(inode, last=True)
 
     async def make_current(self, inode: Inode) -> None:
@@ -162,7 +187,7 @@ class Commit:
         Raises the OSError that the drain or the catalog met.
         """
         entry = None
-        if self._inodes.refresh(inode):
+        if self._inodes.refresh(inode) or inode.unfinished:
             entry = self._enqueue(inode, last=inode.writers == 0)
         elif inode.pending:
             entry = self._last_entries[inode.ino]
@@ -181,6 +206,11 @@ class Commit:
         if self._queue:
             await self._wait_done(self._queue[-1])
         await self._catalog.make_durable()
+
+    async def wait_put_aside(self, inode: Inode) -> None:
+        """Return when what a killed writer left is current or put aside."""
+        while inode.pending and inode.killed_by:
+            await self._wait_done(self._last_entries[inode.ino])
 
     async def wait_drain_begun(self, inode: Inode) -> None:
         """Return when the drains of all queued versions of an inode have begun.
@@ -236,7 +266,8 @@ class Commit:
         Returns the files whose last version could not be kept.
         """
         for inode in self._inodes:
-            if self._inodes.refresh(inode) and (inode.nlink or inode.handles):
+            is_changed = self._inodes.refresh(inode) or inode.unfinished
+            if is_changed and (inode.nlink or inode.handles):
                 self._enqueue(inode, last=inode.writers == 0)
         await self.make_names_durable()
         await self._reclaim.wait_given_back()
@@ -328,7 +359,7 @@ class Commit:
             # An inode without name and handle is about to be deleted: its bytes go nowhere. One
             # that is clean was drained for an entry ahead of this one.
             is_kept = inode.nlink or inode.handles
-            if is_kept and self._inodes.refresh(inode):
+            if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
                 try:
                     entry.snapshot = await self._engine.drain(
                         inode.ino, last=entry.last and inode.writers == 0
@@ -364,26 +395,54 @@ class Commit:
         if not batch:
             return
         try:
-            await self._store(batch)
+            if len(batch) > 1 and any(entry.inode.killed_by for entry in batch):
+                await self._commit_each(batch)
+            elif batch[0].inode.killed_by:
+                await self._store_aside(self._version(batch[0]))
+            else:
+                await self._store(batch)
         except OSError as error:
-            if len(batch) == 1:
+            if len(batch) > 1:
+                await self._commit_each(batch)
+            else:
                 batch[0].error = error
-                return
-            for entry in batch:
-                await self._commit_batch([entry])
+
+    async def _commit_each(self, batch: list[_Entry]) -> None:
+        for entry in batch:
+            await self._commit_batch([entry])
 
     async def _store(self, batch: list[_Entry]) -> None:
         """Run the transaction of a batch and tell the engine."""
         versions = [self._version(entry) for entry in batch]
         removal = await self._catalog.write_many(lambda t: make_current(t, versions))
         self._transactions += 1
-        self._committed += len(batch)
-        for entry, version in zip(batch, versions, strict=True):
-            self._engine.committed(entry.inode.ino, version.snapshot.sequence)
-            if version.privileges_dropped:
-                entry.inode.drop_privileges()
-                self._engine.privileges_restored(entry.inode.ino)
         self._reclaim.removals_recorded(removal)
+        for version in versions:
+            self._now_current(version)
+
+    def _now_current(self, version: Version) -> None:
+        """Tell the engine of a version that the catalog has."""
+        self._committed += 1
+        self._engine.committed(version.ino, version.snapshot.sequence)
+        inode = self._inodes.cached(version.ino)
+        assert inode is not None, "an inode is in the table while a version of it is queued"
+        inode.unfinished = False
+        if version.privileges_dropped:
+            inode.drop_privileges()
+            self._engine.privileges_restored(version.ino)
+
+    async def _store_aside(self, version: Version) -> None:
+        """Run the transaction of a version that a killed writer left."""
+        aside, removal = await self._catalog.write_many(
+            partial(put_aside, version=version, is_whole=self._is_whole),
+            apply=self._aside.apply,
+        )
+        self._transactions += 1
+        self._reclaim.removals_recorded(removal)
+        if aside is None:
+            self._now_current(version)
+        else:
+            await self._aside.settle(aside)
 
     def _version(self, entry: _Entry) -> Version:
         """Return what the catalog stores of a drained entry.
@@ -400,6 +459,7 @@ class Commit:
             mtime_ns=attributes.mtime_ns,
             ctime_ns=attributes.ctime_ns,
             privileges_dropped=attributes.privileges_dropped,
+            killed_by=entry.inode.killed_by,
         )
 
     def _finish(self, entry: _Entry) -> None:
@@ -409,6 +469,7 @@ class Commit:
             self._record_failure(inode, entry.error)
         else:
             self._failures.pop(inode.ino, None)
+            inode.killed_by = 0
         inode.lock.release()
         inode.pending -= 1
         if inode.pending == 0:

@@ -67,6 +67,7 @@ class Inode:
         "handles",
         "has_xattrs",
         "ino",
+        "killed_by",
         "layout",
         "lookups",
         "mode",
@@ -76,7 +77,9 @@ class Inode:
         "pending",
         "rdev",
         "size",
+        "stale",
         "uid",
+        "unfinished",
         "users",
         "writers",
     )
@@ -97,6 +100,8 @@ class Inode:
         self.parent = row.parent
         self.layout = row.layout
         self.has_xattrs = bool(row.has_xattrs)
+        self.unfinished = bool(row.unfinished)
+        """Whether it was made under a name that shows whole contents only, and never closed."""
         self.lookups = 0
         self.handles = 0
         self.writers = 0
@@ -107,6 +112,10 @@ class Inode:
         """Changes whenever the content may have changed."""
         self.cached_generation = -1
         """Generation of the content that the kernel's page cache may hold."""
+        self.killed_by = 0
+        """The signal that ended the writer of the content that is not committed, or 0."""
+        self.stale = False
+        """Whether its names were removed behind the kernel's back, which may still ask by them."""
         self._lock: trio.Semaphore | None = None
 
     @property
@@ -293,6 +302,12 @@ class InodeTable:
             self._engine.unload(inode.ino)
         if inode.lookups == 0 and inode.ino != ROOT_INO:
             self._drop(inode)
+
+    def reverted(self, inode: Inode, row: InodeRow) -> None:
+        """Follow an engine that went back to the committed content: the row is what it has."""
+        inode.mode = row.mode
+        inode.generation += 1
+        self.refresh(inode)
 
     def removed(self, inode: Inode) -> None:
         """Drop an inode that was deleted from the catalog."""

@@ -6,7 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from fpfs.core.control import CommitStatus, DeviceStatus, Failure, StagingStatus
+from fpfs.core.control import (
+    CommitStatus,
+    DeviceStatus,
+    Failure,
+    PartialStatus,
+    StagingStatus,
+)
+from fpfs.daemon.asides import signal_name
+from fpfs.daemon.catalog_aside import Partial
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
 from fpfs.daemon.devices import DeviceDirectory
 
@@ -82,6 +90,20 @@ def commit_status(statistics: CommitStatistics) -> CommitStatus:
         committed=statistics.committed,
         transactions=statistics.transactions,
         failures=failures(statistics.failures),
+    )
+
+
+def partial_status(found: Sequence[Partial]) -> tuple[PartialStatus, ...]:
+    """What killed writers left. Bytes that are no text are shown as escapes."""
+    return tuple(
+        PartialStatus(
+            path=entry.path.decode(errors="backslashreplace"),
+            name=entry.name.decode(errors="backslashreplace"),
+            killed_by=signal_name(entry.killed_by),
+            time_unix_s=entry.time_ns / 1e9,
+            size=entry.size,
+        )
+        for entry in found
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.errors import NotADirectory, StaleHandle
 from fpfs.daemon.catalog_names import Entry, list_entries
+from fpfs.daemon.catalog_schema import NUMBER_FIRST, ROOT_INO
 from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
@@ -112,10 +113,12 @@ class Directories:
             self._inodes.refresh(parent)
             if not emit(Listed(OFFSET_PARENT, b"..", parent)):
                 return
+        # The root does not show .fpfs, which is there for those who know it.
+        hidden = NUMBER_FIRST - 1 if directory.ino == ROOT_INO else OFFSET_PARENT
         wants_more = True
         while wants_more:
             # An empty batch ends the loop: there is nothing behind the offset.
-            offset, wants_more = await self._read_batch(opened, max(offset, 2), emit)
+            offset, wants_more = await self._read_batch(opened, max(offset, hidden), emit)
 
     async def _read_batch(
         self, opened: _Handle, offset: int, emit: Callable[[Listed], bool]

@@ -66,6 +66,7 @@ class Entries:
         self._files = files
         self._requests = requests
         self._space = space
+        self._policy = policy
         self._layouts = _stored_layouts(policy)
 
     async def make_node(
@@ -77,6 +78,14 @@ class Entries:
         """
         layout = next(self._layouts) if stat.S_ISREG(mode) else None
         return await self._make(parent, name, caller, mode=mode, rdev=rdev, layout=layout)
+
+    async def _make_file(self, parent: int, name: bytes, *, mode: int, caller: Caller) -> Inode:
+        """Make a regular file that is about to be written."""
+        unfinished = self._policy.is_whole(name)
+        layout = next(self._layouts)
+        return await self._make(
+            parent, name, caller, mode=mode, layout=layout, unfinished=unfinished
+        )
 
     async def make_directory(self, parent: int, name: bytes, *, mode: int, caller: Caller) -> Inode:
         """Make a directory; returns it with one kernel reference. Raises as `make_node`."""
@@ -101,7 +110,7 @@ class Entries:
         """
         mode = stat.S_IFREG | stat.S_IMODE(mode)
         try:
-            inode = await self.make_node(parent, name, mode=mode, rdev=0, caller=caller)
+            inode = await self._make_file(parent, name, mode=mode, caller=caller)
             flags &= ~os.O_TRUNC
         except EntryExists:
             if exclusive:
@@ -136,6 +145,7 @@ class Entries:
         rdev: int = 0,
         target: bytes | None = None,
         layout: bytes | None = None,
+        unfinished: bool = False,
     ) -> Inode:
         _check_name(name)
         if (ino := self._requests.outcome(caller.request)) is not None:
@@ -146,7 +156,7 @@ class Entries:
             gid = directory.gid
             if stat.S_ISDIR(mode):
                 mode |= stat.S_ISGID
-        new = NewInode(mode, caller.uid, gid, rdev, time.time_ns(), target, layout)
+        new = NewInode(mode, caller.uid, gid, rdev, time.time_ns(), target, layout, unfinished)
 
         def made(ino: int) -> Inode:
             inode = self._inodes.adopt(_row_of(ino, parent, new))
@@ -364,6 +374,7 @@ def _row_of(ino: int, parent: int, new: NewInode) -> InodeRow:
         rdev=new.rdev,
         parent=parent if is_directory else 0,
         layout=new.layout,
+        unfinished=new.unfinished,
         has_xattrs=False,
     )
 

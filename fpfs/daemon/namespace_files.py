@@ -16,7 +16,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.errors import FileTooLarge, StaleHandle
+from fpfs.core.errors import FileTooLarge, StaleHandle, StaleInode
 from fpfs.core.limits import FILE_BYTES_MAX
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.requests import RESENT
@@ -69,7 +69,8 @@ class Files:
     async def open(self, inode: Inode, *, flags: int, request: int = 0) -> Opened:
         """Open a regular file that the kernel refers to, truncating it if the flags say so.
 
-        Raises `DamagedData` when its map cannot be trusted, `NoSpace`.
+        Raises `DamagedData` when its map cannot be trusted, `NoSpace`, and `StaleInode`, upon which
+        the kernel looks its name up again.
         """
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         handle = self._unanswered.pop(request & ~RESENT, 0) if request & RESENT else 0
@@ -87,9 +88,13 @@ class Files:
         handle = next(self._numbers)
         try:
             await self._inodes.load(inode)
+            # What a killed writer left is not what one who comes after it is to see.
+            await self._commit.wait_put_aside(inode)
             if writable:
                 # What was closed is a version: nothing of this writer may get into it.
                 await self._commit.wait_drain_begun(inode)
+            if inode.stale:
+                raise StaleInode(f"inode {inode.ino} is not behind the name any more")
             self._engine.open(handle, inode.ino, flags=flags, request=request)
         except BaseException:
             self._inodes.release(inode)
@@ -145,6 +150,10 @@ class Files:
         inode.users += 1
         try:
             await self._inodes.load(inode)
+            if inode.writers == 0:
+                await self._commit.wait_put_aside(inode)
+            if inode.stale:
+                raise StaleInode(f"inode {inode.ino} is not behind the name any more")
             await self._truncate_locked(inode, size)
             if inode.writers == 0:
                 self._commit.truncated(inode)
@@ -188,8 +197,8 @@ class Files:
 
     def take_released(self) -> None:
         """Follow the releases that the engine has answered since the last call."""
-        for handle in self._engine.take_released():
-            self._released(handle)
+        for handle, killed_by in self._engine.take_released():
+            self._released(handle, killed_by)
 
     def release(self, handle: int) -> None:
         """Release a handle that the kernel will not release."""
@@ -197,8 +206,11 @@ class Files:
         if self._engine.release(handle):
             self._released(handle)
 
-    def _released(self, handle: int) -> None:
-        """Forget a handle; the last writable one of a changed file queues its version."""
+    def _released(self, handle: int, killed_by: int = 0) -> None:
+        """Forget a handle; the last writable one of a changed file queues its version.
+
+        `killed_by` is the signal that ended the one who wrote through it.
+        """
         inode, writable = self._handles.pop(handle)
         inode.handles -= 1
         if writable:
@@ -207,8 +219,10 @@ class Files:
             inode.generation += 1
             # What has neither name nor handle is about to be deleted.
             is_kept = inode.nlink or inode.handles
-            if inode.writers == 0 and self._inodes.refresh(inode) and is_kept:
-                self._commit.closed(inode)
+            if inode.writers == 0 and is_kept:
+                is_changed = self._inodes.refresh(inode)
+                if is_changed or inode.unfinished:
+                    self._commit.closed(inode, killed_by=killed_by)
             self._commit.released()
         self._inodes.release(inode)
 

@@ -48,6 +48,7 @@ from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 from fpfs.daemon import metrics, mounting, orphans
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
+from fpfs.daemon.catalog_aside import list_partials
 from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
 from fpfs.daemon.devices import DeviceSet, open_devices
@@ -101,6 +102,7 @@ class Server:
             devices=tuple(device.number for device in devices.devices),
             chunk_bytes=options.chunk_bytes,
             ack=options.ack,
+            whole=options.whole,
         )
         self._config = config
         self._devices = devices
@@ -109,7 +111,13 @@ class Server:
         inodes = InodeTable(catalog=catalog, engine=engine)
         self._inodes = inodes
         self._directories = inodes.directories
-        self._commit = Commit(catalog=catalog, engine=engine, inodes=inodes, ack=policy.ack)
+        self._commit = Commit(
+            catalog=catalog,
+            engine=engine,
+            inodes=inodes,
+            ack=policy.ack,
+            is_whole=policy.is_whole,
+        )
         self._requests = Requests(catalog)
         self._namespace = Namespace(
             catalog=catalog,
@@ -232,6 +240,7 @@ class Server:
             devices=devices,
             staging=metrics.staging_status(statistics),
             commit=metrics.commit_status(self._commit.statistics()),
+            partials=metrics.partial_status(await self._catalog.read(list_partials)),
             channel=metrics.channel_counters(statistics),
         )
 

@@ -13,17 +13,23 @@ Concurrency: one coroutine, before the mount answers again.
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fpfs.core.errors import NoSuchEntry
+from fpfs.daemon import catalog_shares as shares
+from fpfs.daemon.asides import ABANDONED
+from fpfs.daemon.catalog_aside import forget_noted, list_noted, remove_unfinished
 from fpfs.daemon.catalog_contents import list_orphans
 from fpfs.daemon.inodes import LOOKUPS_UNKNOWN
 
 if TYPE_CHECKING:
-    from fpfs.core.engine import Engine, LeftHandle
+    from collections.abc import Sequence
+
+    from fpfs.core.engine import Engine, LeftChanges, LeftHandle
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
@@ -73,13 +79,8 @@ class TakeOver:
         unnamed = frozenset(await self._catalog.read(list_orphans))
         kept = unnamed if with_handles else frozenset()
         left = self._engine.left()
-        changed = []
-        for ino in left.inos:
-            inode = None if ino in unnamed - kept else await self._recover(ino)
-            if inode is None:
-                self._engine.abandon(ino)
-            else:
-                changed.append(inode)
+        changed = await self._recover_all(left.changed, gone=unnamed - kept)
+        abandoned = set() if with_handles else _written_to(left.handles)
         adopted = 0
         for handle in left.handles:
             if with_handles and await self._adopt(handle):
@@ -89,13 +90,45 @@ class TakeOver:
         if with_handles:
             await self._keep_referenced(kept)
         closed = 0
-        for inode in changed:
+        for inode, killed_by in changed:
             if not inode.writers and self._inodes.refresh(inode):
-                self._commit.closed(inode)
+                is_abandoned = inode.ino in abandoned
+                self._commit.closed(inode, killed_by=ABANDONED if is_abandoned else killed_by)
                 closed += 1
+        if not with_handles:
+            await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
         for inode in self._held:
             self._inodes.release(inode)
         return Taken(handles=adopted, changed=len(changed), closed=closed, kept=kept)
+
+    async def _recover_all(
+        self, left: Sequence[LeftChanges], *, gone: frozenset[int]
+    ) -> list[tuple[Inode, int]]:
+        """Recover all inodes with changes; returns them, with the signals that ended writers."""
+        noted = await self._catalog.read(list_noted)
+        sharers = await self._catalog.read(shares.owners)
+        changed = []
+        for ino, sequence, killed_by in left:
+            inode = None
+            # What was put aside is another inode's, although the arena was not told of it any more.
+            if ino not in gone and sequence > noted.get(ino, 0):
+                inode = await self._recover(ino, trim=ino not in sharers)
+            if inode is None:
+                self._engine.abandon(ino)
+            else:
+                changed.append((inode, killed_by))
+        if noted:
+            await self._catalog.write_urgently(forget_noted)
+        return changed
+
+    async def _remove_unfinished(self, kept: set[int]) -> None:
+        """Remove files that were made, never closed, and of which nothing is left but a name."""
+        removed = await self._catalog.write_urgently(lambda t: remove_unfinished(t, kept=kept))
+        for path in removed:
+            log.warning(
+                "%s was made and never finished when the last mount ended: it is removed",
+                os.fsdecode(path),
+            )
 
     async def _keep_referenced(self, unnamed: frozenset[int]) -> None:
         """Hold inodes without a name until the kernel forgets them: it may refer to any of them."""
@@ -115,10 +148,10 @@ class TakeOver:
             await self._inodes.load(inode)
         return inode
 
-    async def _recover(self, ino: int) -> Inode | None:
+    async def _recover(self, ino: int, *, trim: bool) -> Inode | None:
         inode = await self._load(ino)
         if inode is not None:
-            await self._engine.recover(ino)
+            await self._engine.recover(ino, trim=trim)
             self._inodes.refresh(inode)
         return inode
 
@@ -132,3 +165,8 @@ class TakeOver:
         else:
             self._namespace.files.adopt(left.handle, inode, flags=left.flags, request=left.request)
         return True
+
+
+def _written_to(handles: Sequence[LeftHandle]) -> set[int]:
+    """Inodes that somebody could write to when the mount ended."""
+    return {left.ino for left in handles if left.flags & os.O_ACCMODE != os.O_RDONLY}

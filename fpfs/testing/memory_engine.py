@@ -33,6 +33,7 @@ from fpfs.core.engine import (
     LeftHandle,
     ObjectId,
     Range,
+    Released,
     Snapshot,
     SyncWrite,
 )
@@ -141,7 +142,7 @@ class MemoryEngine:
         self._files: dict[int, _File] = {}
         self._handles: dict[int, tuple[int, int]] = {}
         self._errors: dict[int, int] = {}
-        self._released: list[int] = []
+        self._released: list[Released] = []
         self._drain_errors: dict[int, int] = {}
         self._drains_go = trio.Event()
         self._drains_go.set()
@@ -263,7 +264,7 @@ class MemoryEngine:
         """The handles of an engine before: contents that it had not drained ended with it."""
         return Left(list(self.devices.handles.values()), [])
 
-    async def recover(self, ino: int) -> None:
+    async def recover(self, ino: int, *, trim: bool) -> None:  # noqa: ARG002
         """There is nothing to recover."""
         raise AssertionError(f"inode {ino} was not left")
 
@@ -298,12 +299,12 @@ class MemoryEngine:
         self.calls.append(("release", handle, ino))
         return True
 
-    def kernel_releases(self, handle: int) -> None:
-        """Play the channel's part in a RELEASE of the kernel."""
+    def kernel_releases(self, handle: int, *, killed_by: int = 0) -> None:
+        """Play the channel's part in a RELEASE; `killed_by` is the signal that ended the writer."""
         assert self.release(handle), "the kernel releases a handle once"
-        self._released.append(handle)
+        self._released.append(Released(handle, killed_by))
 
-    def take_released(self) -> Sequence[int]:
+    def take_released(self) -> Sequence[Released]:
         """Return what the kernel has released since the last call."""
         released, self._released = self._released, []
         return released
@@ -417,6 +418,39 @@ class MemoryEngine:
         file.garbage.clear()
         file.objects_known = {place.object for place in file.places.values()}
         self.calls.append(("committed", ino))
+
+    def revert(
+        self,
+        ino: int,
+        *,
+        size: int,
+        mtime_ns: int,
+        ctime_ns: int,
+        inline: bytes | None,
+        segments: Sequence[tuple[int, bytes]],
+    ) -> None:
+        """Begin with a committed content again."""
+        file = self._files.pop(ino)
+        assert not file.draining, "nobody writes to what is reverted"
+        assert file.version == file.version_drained, "what is reverted was drained"
+        self.load(
+            ino,
+            size=size,
+            mtime_ns=mtime_ns,
+            ctime_ns=ctime_ns,
+            inline=inline,
+            segments=segments,
+            layout=file.layout,
+        )
+        self.calls[-1] = ("revert", ino)
+
+    def invalidate(self, ino: int) -> None:
+        """Note what the kernel is to forget."""
+        self.calls.append(("invalidate", ino))
+
+    def invalidate_name(self, directory: int, name: bytes) -> None:
+        """Note what the kernel is to forget."""
+        self.calls.append(("invalidate_name", directory, name))
 
     async def discard(self, ranges: Sequence[Range]) -> None:
         """Forget blocks of objects."""

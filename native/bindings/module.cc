@@ -57,7 +57,7 @@ nb::tuple snapshot_tuple(const SnapshotData& data) {
   nb::object content = nb::none();
   if (data.inline_content.has_value()) content = to_bytes(*data.inline_content);
   return nb::make_tuple(data.sequence, data.size, data.mtime_ns, data.ctime_ns, content, segments,
-                        data.objects, data.dead, garbage);
+                        data.objects, data.dead, garbage, data.noted);
 }
 
 // (kind, ticket or level or errno, payload...)
@@ -150,20 +150,35 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   return config;
 }
 
+std::optional<std::string> text_of(const std::optional<nb::bytes>& content) {
+  if (!content.has_value()) return std::nullopt;
+  return from_bytes(*content);
+}
+
+std::vector<std::pair<uint32_t, std::string>> blobs_of(
+    const std::vector<std::pair<uint32_t, nb::bytes>>& segments) {
+  std::vector<std::pair<uint32_t, std::string>> blobs;
+  for (const auto& [index, blob] : segments) blobs.emplace_back(index, from_bytes(blob));
+  return blobs;
+}
+
 // What concerns one loaded inode or open handle.
 void bind_files(nb::class_<Engine>& type) {
   type.def("load",
            [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
-              std::optional<nb::bytes> content,
+              const std::optional<nb::bytes>& content,
               const std::vector<std::pair<uint32_t, nb::bytes>>& segments, uint64_t chunk_bytes,
               std::vector<uint16_t> devices, uint64_t first) {
-             std::optional<std::string> text;
-             if (content.has_value()) text = from_bytes(*content);
-             std::vector<std::pair<uint32_t, std::string>> blobs;
-             for (const auto& [index, blob] : segments) blobs.emplace_back(index, from_bytes(blob));
              Placement placement{chunk_bytes, std::move(devices), first};
-             check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns, std::move(text),
-                               blobs));
+             check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns,
+                               text_of(content), blobs_of(segments)));
+           })
+      .def("revert",
+           [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+              const std::optional<nb::bytes>& content,
+              const std::vector<std::pair<uint32_t, nb::bytes>>& segments) {
+             check(engine.revert(ino, size, mtime_ns, ctime_ns, text_of(content),
+                                 blobs_of(segments)));
            })
       .def("loaded", [](Engine& engine, uint64_t ino) { return engine.file(ino) != nullptr; })
       .def("unload", [](Engine& engine, uint64_t ino) { check(engine.unload(ino)); })
@@ -171,8 +186,18 @@ void bind_files(nb::class_<Engine>& type) {
                       uint32_t request) { check(engine.open_handle(handle, ino, flags, request)); })
       .def("adopt", [](Engine& engine, uint64_t handle, uint64_t ino,
                        uint32_t flags) { check(engine.adopt_handle(handle, ino, flags)); })
-      .def("release", &Engine::release_handle, nb::call_guard<nb::gil_scoped_release>())
-      .def("take_released", &Engine::take_released)
+      .def(
+          "release",
+          [](Engine& engine, uint64_t handle) { return engine.release_handle(handle) != nullptr; },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("take_released",
+           [](Engine& engine) {
+             nb::list result;
+             for (const Engine::Released& released : engine.take_released()) {
+               result.append(nb::make_tuple(released.handle, released.killed_by));
+             }
+             return result;
+           })
       .def("attributes",
            [](Engine& engine, uint64_t ino) {
              const File::Attributes a = loaded(engine, ino)->attributes();
@@ -218,7 +243,16 @@ void bind_plane(nb::class_<Engine>& type) {
                handles.append(
                    nb::make_tuple(record.handle, record.ino, record.flags, record.request));
              }
-             return nb::make_tuple(handles, left.inos);
+             nb::list changed;
+             for (const Engine::Left::Changed& inode : left.changed) {
+               changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by));
+             }
+             return nb::make_tuple(handles, changed);
+           })
+      .def("invalidate", &Engine::invalidate, nb::call_guard<nb::gil_scoped_release>())
+      .def("invalidate_name",
+           [](Engine& engine, uint64_t directory, const nb::bytes& name) {
+             engine.invalidate_name(directory, from_bytes(name));
            })
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())

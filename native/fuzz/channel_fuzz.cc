@@ -167,7 +167,7 @@ class Harness {
 
   // The channel has looked at all of the input: what is released now stays so without this.
   void open_what_was_released() {
-    for (const uint64_t handle : engine_->take_released()) {
+    for (const auto& [handle, killed_by] : engine_->take_released()) {
       const uint32_t flags = handle == kHandleRead ? O_RDONLY : O_RDWR;
       if (!engine_->open_handle(handle, ino_, flags).ok()) std::abort();
     }

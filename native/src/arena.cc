@@ -457,6 +457,15 @@ std::optional<fuse_init_in> Arena::connection() const {
   return init;
 }
 
+void Arena::record_end(uint64_t handle, int signal) {
+  const MutexLock lock(mutex_);
+  const auto it =
+      std::lower_bound(handles_.begin(), handles_.end(), std::make_pair(handle, uint32_t{0}));
+  if (it == handles_.end() || it->first != handle) return;
+  std::atomic_ref<uint32_t>(handle_records_[it->second].killed_by)
+      .store(arena::signal_word(signal), std::memory_order_release);
+}
+
 void Arena::forget_handle(uint64_t handle) {
   const MutexLock lock(mutex_);
   const auto it =

@@ -143,6 +143,8 @@ class Arena {
   // Records an open handle; ENFILE when the table is full.
   Status record_handle(const arena::HandleRecord& record) EXCLUDES(mutex_);
   void forget_handle(uint64_t handle) EXCLUDES(mutex_);
+  // Of an open handle: the signal that ended its last writer.
+  void record_end(uint64_t handle, int signal) EXCLUDES(mutex_);
 
   // The kernel's INIT, for the next process that serves the connection.
   void record_connection(const fuse_init_in& init);

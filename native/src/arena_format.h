@@ -14,7 +14,7 @@
 namespace fpfs::arena {
 
 inline constexpr uint64_t kMagic = 0x414e455241465046;  // "FPFARENA"
-inline constexpr uint32_t kFormat = 2;
+inline constexpr uint32_t kFormat = 3;
 inline constexpr uint32_t kRangesMax = 8;
 inline constexpr uint32_t kHandlesMax = 64 * 1024;
 
@@ -72,10 +72,22 @@ struct HandleRecord {
   uint64_t ino;
   uint32_t flags;    // of open(2)
   uint32_t request;  // number of the request that it is the answer to
-  uint32_t zero;
-  uint32_t crc;
+  uint32_t crc;      // of all before
+  // The signal that ended its last writer, if that has closed it: see signal_word(). Changed by one
+  // store, while the rest stays as it is.
+  uint32_t killed_by;
 };
 static_assert(sizeof(HandleRecord) == 40);
+
+// A signal's number beside its complement; anything else, as zeros, means none.
+constexpr uint32_t signal_word(int signal) {
+  const auto number = static_cast<uint16_t>(signal);
+  return uint32_t{number} << 16 | static_cast<uint16_t>(~number);
+}
+constexpr int signal_of(uint32_t word) {
+  const auto number = static_cast<uint16_t>(word >> 16);
+  return word == signal_word(number) ? number : 0;
+}
 
 // The connection that is being served, 1,024 bytes behind the start of the arena.
 struct Connection {
@@ -104,7 +116,9 @@ enum class Change : uint16_t {
   Settled = 6,   // the catalog holds what came up to the sequence in the payload
 };
 
+// Flags of a record. Closed has, in the upper byte, the signal that ended the writer.
 inline constexpr uint16_t kPrivilegesDropped = 1;
+inline constexpr unsigned kKilledByShift = 8;
 
 // A record of the journal: this, then `bytes` of payload, at a multiple of 8.
 struct ChangeHead {

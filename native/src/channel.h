@@ -83,6 +83,10 @@ class Channel {
   // Closes the connection's descriptors and joins the threads.
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
+  // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
+  void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
+  // The same for what the kernel knows of a name, present or absent.
+  void invalidate_name(uint64_t directory, std::string name) EXCLUDES(notify_mutex_);
   const ChannelStatistics& statistics() const { return statistics_; }
 
  private:
@@ -133,6 +137,7 @@ class Channel {
   void finish_change(const Done& done, uint64_t ino, bool sync);
   void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
   void note_writer(Handle& handle, uint64_t owner);
+  void note_end(Handle& handle, pid_t thread) REQUIRES(handle.mutex);
   bool waits_for_changes(const Handle& handle) const;
   void keep_waiting(const std::shared_ptr<Waiting>& waiting) EXCLUDES(parked_mutex_);
   void end_waiting(uint64_t unique) EXCLUDES(parked_mutex_);
@@ -168,7 +173,7 @@ class Channel {
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
 
   void notify_loop();
-  void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
+  void notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
   void reply_done(const Done& done);
@@ -210,7 +215,8 @@ class Channel {
       GUARDED_BY(parked_mutex_);  // by unique
 
   struct Notification {
-    uint64_t ino;
+    uint64_t ino;  // of the directory, when there is a name
+    std::string name;
     std::function<void()> then;
   };
   Mutex notify_mutex_;

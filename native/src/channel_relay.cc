@@ -262,11 +262,17 @@ void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) 
 
 // --- notifications ---
 
-// Drops the kernel's pages of an inode, then runs `then`. In a thread of its own: the kernel may
-// wait here for pages that readers hold until a channel thread has answered them.
+// In a thread of its own: the kernel may wait here for pages that readers hold until a channel
+// thread has answered them, or for a directory that somebody changes.
 void Channel::invalidate(uint64_t ino, std::function<void()> then) {
   const MutexLock lock(notify_mutex_);
-  notifications_.push_back({ino, std::move(then)});
+  notifications_.push_back({ino, {}, std::move(then)});
+  notify_wanted_.notify_one();
+}
+
+void Channel::invalidate_name(uint64_t directory, std::string name) {
+  const MutexLock lock(notify_mutex_);
+  notifications_.push_back({directory, std::move(name), [] {}});
   notify_wanted_.notify_one();
 }
 
@@ -280,20 +286,34 @@ void Channel::notify_loop() {
       next = std::move(notifications_.front());
       notifications_.pop_front();
     }
-    struct {
-      fuse_out_header header;
-      fuse_notify_inval_inode_out body;
-    } message{};
-    message.header.len = sizeof message;
-    message.header.error = FUSE_NOTIFY_INVAL_INODE;
-    message.body.ino = next.ino;
-    message.body.off = 0;
-    message.body.len = -1;
-    // ENOENT: the kernel does not know the inode any more, so it has no pages of it.
-    if (::write(fuse_fd_, &message, sizeof message) < 0 && errno != ENOENT && errno != ENODEV) {
-      engine_.log(40, "invalidating cached pages: " + std::string(std::strerror(errno)));
+    if (next.name.empty()) {
+      fuse_notify_inval_inode_out body{};
+      body.ino = next.ino;
+      body.off = 0;
+      body.len = -1;
+      notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
+    } else {
+      fuse_notify_inval_entry_out body{};
+      body.parent = next.ino;
+      body.namelen = static_cast<uint32_t>(next.name.size());
+      // The name is followed by a zero.
+      notify(FUSE_NOTIFY_INVAL_ENTRY,
+             {{&body, sizeof body}, {next.name.data(), next.name.size() + 1}});
     }
     next.then();
+  }
+}
+
+void Channel::notify(int code, std::vector<iovec> body) {
+  fuse_out_header header{};
+  header.len = sizeof header;
+  for (const iovec& part : body) header.len += static_cast<uint32_t>(part.iov_len);
+  header.error = code;
+  body.insert(body.begin(), {&header, sizeof header});
+  // ENOENT: the kernel does not know the inode or the name any more, so it has nothing of it.
+  if (writev(fuse_fd_, body.data(), static_cast<int>(body.size())) < 0 && errno != ENOENT &&
+      errno != ENODEV) {
+    engine_.log(40, "telling the kernel of a change: " + std::string(std::strerror(errno)));
   }
 }
 

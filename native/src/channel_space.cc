@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "channel_write.h"
+#include "fatal_signal.h"
 
 namespace fpfs {
 namespace {
@@ -62,12 +63,24 @@ void Channel::handle_flush(const FuseRequest& request) {
   if (handle != nullptr) {
     const MutexLock lock(handle->mutex);
     // A shell that redirects flushes before its first byte, and a forked child that exits flushes
-    // what it never wrote: neither may commit.
-    const bool waits =
+    // what it never wrote: neither may commit, nor says how the writer ended.
+    const bool wrote =
         handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
-    if (!waits) return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
+    const bool only_opened = handle->writers.empty() && (handle->flags & (O_CREAT | O_TRUNC)) != 0;
+    if (wrote || only_opened) note_end(*handle, static_cast<pid_t>(request.header().pid));
+    if (!wrote || engine_.config().ack == Ack::Early) {
+      return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
+    }
   }
   relay(request);
+}
+
+// A writer closes. Until it is answered the kernel keeps its process, which tells why it does.
+void Channel::note_end(Handle& handle, pid_t thread) {
+  const int signal = fatal_signal(thread);
+  if (signal == handle.killed_by) return;
+  handle.killed_by = signal;
+  engine_.arena().record_end(handle.id, signal);
 }
 
 // Nobody waits for it, and Python learns of it before anything that the kernel asks for later. The

@@ -174,9 +174,8 @@ void Channel::complete_write(uint64_t ticket, int error) {
   reply_done(done);
 }
 
-// A close by `owner` has to wait until it is durable, where closes wait.
+// What `owner` wrote through the handle is lost with it, or has to be durable when it closes.
 void Channel::note_writer(Handle& handle, uint64_t owner) {
-  if (engine_.config().ack == Ack::Early) return;
   const MutexLock lock(handle.mutex);
   handle.writers.insert(owner);
 }

@@ -204,6 +204,24 @@ Status Engine::unload(uint64_t ino) {
   return {};
 }
 
+Status Engine::revert(uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                      std::optional<std::string> content,
+                      const std::vector<std::pair<uint32_t, std::string>>& segments) {
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
+  Status status = found->revert(size, mtime_ns, ctime_ns, std::move(content), segments);
+  if (status.ok()) invalidate(ino);
+  return status;
+}
+
+void Engine::invalidate(uint64_t ino) {
+  if (channel_ != nullptr) channel_->invalidate(ino, [] {});
+}
+
+void Engine::invalidate_name(uint64_t directory, std::string name) {
+  if (channel_ != nullptr) channel_->invalidate_name(directory, std::move(name));
+}
+
 Status Engine::record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request) {
   arena::HandleRecord record{};
   record.handle = handle;
@@ -237,13 +255,13 @@ void Engine::register_handle(uint64_t id, uint32_t flags, const std::shared_ptr<
   handles_[id] = std::move(handle);
 }
 
-bool Engine::release_handle(uint64_t id) {
+std::shared_ptr<Handle> Engine::release_handle(uint64_t id) {
   std::shared_ptr<Handle> gone;
   bool last_writer = false;
   {
     const MutexLock lock(table_mutex_);
     const auto it = handles_.find(id);
-    if (it == handles_.end()) return false;
+    if (it == handles_.end()) return nullptr;
     gone = std::move(it->second);
     handles_.erase(it);
     Counts& counts = counts_[gone->file->ino()];
@@ -252,15 +270,16 @@ bool Engine::release_handle(uint64_t id) {
     if (--counts.handles == 0) counts_.erase(gone->file->ino());
   }
   // Before the handle is forgotten: a restart has to know one of both.
-  if (last_writer) gone->file->closed();
+  if (last_writer) gone->file->closed(gone->killed_by);
   arena_->forget_handle(id);
-  return true;
+  return gone;
 }
 
 bool Engine::release_and_tell(uint64_t id) {
-  if (!release_handle(id)) return false;
+  const std::shared_ptr<Handle> gone = release_handle(id);
+  if (gone == nullptr) return false;
   const MutexLock lock(released_mutex_);
-  released_.push_back(id);
+  released_.push_back({id, gone->killed_by});
   if (released_.size() > 1) return true;
   itimerspec soon{};
   soon.it_value.tv_nsec = kTellReleasedNs;
@@ -269,7 +288,7 @@ bool Engine::release_and_tell(uint64_t id) {
   return true;
 }
 
-std::vector<uint64_t> Engine::take_released() {
+std::vector<Engine::Released> Engine::take_released() {
   const MutexLock lock(released_mutex_);
   return std::exchange(released_, {});
 }

@@ -85,8 +85,9 @@ struct Handle {
   std::shared_ptr<File> file;
   Mutex mutex;
   uint64_t errors_seen GUARDED_BY(mutex) = 0;
-  // Who wrote through it, where a close has to wait for durability (ack=close).
-  std::set<uint64_t> writers GUARDED_BY(mutex);
+  std::set<uint64_t> writers GUARDED_BY(mutex);  // who wrote through it
+  // The signal that ended the last of them, when it closed because it was ended.
+  std::atomic<int> killed_by{0};
   std::atomic<bool> cached{false};  // the kernel may keep its pages
 
   bool writable() const;
@@ -106,11 +107,16 @@ class Engine : public Plane {
   // with changes in the order of their last closes. Each inode is loaded and recovered, or
   // abandoned; then each handle adopted, or forgotten.
   struct Left {
+    struct Changed {
+      uint64_t ino;
+      uint64_t sequence;  // of the last change
+      int killed_by;      // the signal that ended the last writer that closed it, or 0
+    };
     std::vector<arena::HandleRecord> handles;
-    std::vector<uint64_t> inos;
+    std::vector<Changed> changed;
   };
   Left left() const;
-  uint64_t recover(uint64_t ino);
+  uint64_t recover(uint64_t ino, bool trim);
   void abandon(uint64_t ino);
   // Objects of all loaded files, committed or not.
   std::vector<ObjectKey> held_objects() EXCLUDES(table_mutex_);
@@ -121,16 +127,28 @@ class Engine : public Plane {
               const std::vector<std::pair<uint32_t, std::string>>& segments);
   std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
   Status unload(uint64_t ino) EXCLUDES(table_mutex_);
+  // See File::revert. The kernel forgets what it has of the content.
+  Status revert(uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                std::optional<std::string> content,
+                const std::vector<std::pair<uint32_t, std::string>>& segments);
+  // The kernel forgets attributes and pages of an inode, or that a name is (or is not) there.
+  void invalidate(uint64_t ino);
+  void invalidate_name(uint64_t directory, std::string name);
   // `request`: number of the request that the handle is the answer to, 0 if that does not matter.
   Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request = 0)
       EXCLUDES(table_mutex_);
   // Of a directory, say: it is not served here, but a successor has to know of it.
   Status record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request);
-  bool release_handle(uint64_t handle) EXCLUDES(table_mutex_);  // whether there was one
+  // Null if there was none.
+  std::shared_ptr<Handle> release_handle(uint64_t handle) EXCLUDES(table_mutex_);
   // The kernel has closed the handle. Python, which has to follow before it does anything that the
   // kernel asks for later, takes it at its next request; an event comes when there is none soon.
   bool release_and_tell(uint64_t handle) EXCLUDES(table_mutex_, released_mutex_);
-  std::vector<uint64_t> take_released() EXCLUDES(released_mutex_);  // in the order of releases
+  struct Released {
+    uint64_t handle;
+    int killed_by;  // the signal that ended its last writer, or 0
+  };
+  std::vector<Released> take_released() EXCLUDES(released_mutex_);  // in the order of releases
   std::shared_ptr<Handle> handle(uint64_t handle) EXCLUDES(table_mutex_);
   // Readers whose pages the kernel caches, and handles that may write.
   bool has_cached_readers(uint64_t ino) EXCLUDES(table_mutex_);
@@ -183,6 +201,7 @@ class Engine : public Plane {
     std::vector<JournalEntry> changes;
     uint64_t closed = 0;   // sequence of the last close by a last writer, if any
     uint64_t changed = 0;  // of the last other change
+    int killed_by = 0;     // of that close
   };
   Status start();
   Status open_arena();
@@ -215,7 +234,7 @@ class Engine : public Plane {
   std::vector<Event> events_ GUARDED_BY(event_mutex_);
 
   Mutex released_mutex_;
-  std::vector<uint64_t> released_ GUARDED_BY(released_mutex_);
+  std::vector<Released> released_ GUARDED_BY(released_mutex_);
 
   Mutex table_mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(table_mutex_);

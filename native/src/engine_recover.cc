@@ -14,6 +14,7 @@ void Engine::sort_remains(Remains remains) {
     Remainder& remainder = remainders_[entry.state.ino];
     if (entry.kind == arena::Change::Closed) {
       remainder.closed = entry.sequence;
+      remainder.killed_by = entry.killed_by;
     } else {
       remainder.changed = entry.sequence;
     }
@@ -29,16 +30,19 @@ void Engine::sort_remains(Remains remains) {
 Engine::Left Engine::left() const {
   Left result;
   result.handles = left_handles_;
-  std::vector<std::pair<uint64_t, uint64_t>> ordered;
+  std::vector<std::pair<uint64_t, Left::Changed>> ordered;
   for (const auto& [ino, remainder] : remainders_) {
-    ordered.emplace_back(remainder.closed != 0 ? remainder.closed : remainder.changed, ino);
+    const uint64_t last = std::max(remainder.closed, remainder.changed);
+    ordered.push_back({remainder.closed != 0 ? remainder.closed : remainder.changed,
+                       {ino, last, remainder.killed_by}});
   }
-  std::sort(ordered.begin(), ordered.end());
-  for (const auto& [order, ino] : ordered) result.inos.push_back(ino);
+  std::sort(ordered.begin(), ordered.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (const auto& [order, changed] : ordered) result.changed.push_back(changed);
   return result;
 }
 
-uint64_t Engine::recover(uint64_t ino) {
+uint64_t Engine::recover(uint64_t ino, bool trim) {
   const uint64_t ticket = next_ticket();
   const std::shared_ptr<File> found = file(ino);
   const auto it = remainders_.find(ino);
@@ -46,7 +50,7 @@ uint64_t Engine::recover(uint64_t ino) {
     post(DoneEvent{ticket, ENOENT});
     return ticket;
   }
-  found->recover(it->second.changes, it->second.slots);
+  found->recover(it->second.changes, it->second.slots, trim);
   remainders_.erase(it);
   park([this, found, ticket] {
     const Outcome outcome = found->attach_recovered();
@@ -83,10 +87,18 @@ Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
   const std::shared_ptr<File> found = file(ino);
   if (found == nullptr) return Status(ENOENT, "inode is not loaded");
   register_handle(handle, flags, found);
-  if ((flags & O_ACCMODE) != O_RDONLY) return {};
+  const std::shared_ptr<Handle> adopted = this->handle(handle);
+  if (adopted->writable()) {
+    for (const arena::HandleRecord& record : left_handles_) {
+      if (record.handle == handle) adopted->killed_by = arena::signal_of(record.killed_by);
+    }
+    const MutexLock lock(adopted->mutex);
+    adopted->writers.insert(kOwnerUnknown);  // who wrote through it has died with the server
+    return {};
+  }
   // The kernel may have pages of it from before.
   const MutexLock lock(table_mutex_);
-  handles_.find(handle)->second->cached = true;
+  adopted->cached = true;
   ++counts_.find(ino)->second.cached;
   return {};
 }

@@ -20,6 +20,12 @@ Status File::load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
                   std::optional<std::string> content,
                   const std::vector<std::pair<uint32_t, std::string>>& segments) {
   const MutexLock lock(mutex_);
+  return set_content(size, mtime_ns, ctime_ns, std::move(content), segments);
+}
+
+Status File::set_content(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                         std::optional<std::string> content,
+                         const std::vector<std::pair<uint32_t, std::string>>& segments) {
   size_ = size;
   mtime_ns_ = mtime_ns;
   ctime_ns_ = ctime_ns;
@@ -30,6 +36,37 @@ Status File::load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
   inline_mode_ = map_.empty();
   inline_ = std::move(content).value_or(std::string());
   return {};
+}
+
+Status File::revert(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                    std::optional<std::string> content,
+                    const std::vector<std::pair<uint32_t, std::string>>& segments) {
+  Actions actions;
+  Status status;
+  {
+    const MutexLock lock(mutex_);
+    if (draining_ || !barriers_.empty() || (!chains_.empty() && !inline_mode_)) {
+      return Status(EBUSY, "inode has unsaved bytes");
+    }
+    shrink_staged(0, actions);  // inline content
+    for (const auto& [number, entry] : appenders_) submit_trim(entry, actions);
+    appenders_.clear();
+    map_ = {};
+    objects_.clear();
+    unflushed_.clear();
+    garbage_.clear();
+    snapshot_segments_.clear();
+    snapshot_garbage_.clear();
+    snapshot_dead_.clear();
+    lost_.clear();
+    drain_error_ = 0;
+    privileges_dropped_ = false;
+    committed_sequence_ = ++sequence_;
+    plane_.arena().journal().settle(ino_, UINT64_MAX);
+    status = set_content(size, mtime_ns, ctime_ns, std::move(content), segments);
+  }
+  actions.run();
+  return status;
 }
 
 File::Attributes File::attributes() {
@@ -191,11 +228,11 @@ void File::note_state_now() {
   });
 }
 
-void File::closed() {
+void File::closed(int killed_by) {
   const MutexLock lock(mutex_);
   if (sequence_ == committed_sequence_) return;
-  note([](Journal& journal, const FileState& state) {
-    return journal.note(state, arena::Change::Closed);
+  note([killed_by](Journal& journal, const FileState& state) {
+    return journal.note_closed(state, killed_by);
   });
 }
 

@@ -76,6 +76,7 @@ struct Placement {
 
 struct SnapshotData {
   uint64_t sequence = 0;
+  uint64_t noted = 0;  // the last change that it covers, as the arena counts
   uint64_t size = 0;
   int64_t mtime_ns = 0;
   int64_t ctime_ns = 0;
@@ -144,8 +145,9 @@ class File : public std::enable_shared_from_this<File> {
   void set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) EXCLUDES(mutex_);
   void drop_privileges() EXCLUDES(mutex_);
   void privileges_restored() EXCLUDES(mutex_);
-  void closed() EXCLUDES(mutex_);  // its last writable handle is being released
-  bool idle() EXCLUDES(mutex_);    // nothing unsaved, nothing in flight
+  // Its last writable handle is being released; `killed_by` is the signal that ended the writer.
+  void closed(int killed_by) EXCLUDES(mutex_);
+  bool idle() EXCLUDES(mutex_);  // nothing unsaved, nothing in flight
 
   // Reports an I/O error once to each `seen` counter.
   int take_error(uint64_t* seen) EXCLUDES(mutex_);
@@ -168,8 +170,9 @@ class File : public std::enable_shared_from_this<File> {
   // --- taking over what another process left (file_recover.cc) ---
   // On top of load(), before anything else: its changes, and the slots that it left of this inode,
   // both in order. attach_recovered() has to be called until it says Done.
-  void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots)
-      EXCLUDES(mutex_);
+  // Without `trim` the objects keep what lies behind this file's last byte: others refer to it.
+  void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
+               bool trim) EXCLUDES(mutex_);
   Outcome attach_recovered() EXCLUDES(mutex_);
   // Everything on the devices that is this file's.
   std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
@@ -177,6 +180,11 @@ class File : public std::enable_shared_from_this<File> {
   // --- moving to the devices (file_drain.cc) ---
   void drain(bool last, DrainDone done) EXCLUDES(mutex_);
   void committed(uint64_t sequence) EXCLUDES(mutex_);
+  // Forgets everything since the last commit, and begins with this content again. For a file that
+  // was drained and has not been written to since; what was written is another's now.
+  Status revert(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                std::optional<std::string> content,
+                const std::vector<std::pair<uint32_t, std::string>>& segments) EXCLUDES(mutex_);
   // Gives back what is preallocated or made but in no version. The file is idle, and over.
   void retire() EXCLUDES(mutex_);
   // Discards everything unsaved; `done` gets every object that the file held.
@@ -209,6 +217,10 @@ class File : public std::enable_shared_from_this<File> {
   struct ChunkPiece;  // of a write
 
   // file.cc
+  Status set_content(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
+                     std::optional<std::string> content,
+                     const std::vector<std::pair<uint32_t, std::string>>& segments)
+      REQUIRES(mutex_);
   void touch_times() REQUIRES(mutex_);
   Slot* open_slot(uint64_t chunk) REQUIRES(mutex_);
   void attach(Slot* slot, uint64_t chunk) REQUIRES(mutex_);

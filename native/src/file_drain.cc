@@ -466,7 +466,7 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
     if (!live.contains(key)) snapshot_dead_.push_back(key);
   }
   base.dead = snapshot_dead_;
-  snapshot_noted_ = plane_.arena().sequence();
+  snapshot_noted_ = base.noted = plane_.arena().sequence();
   // Since the barrier began, size and times may have changed: this has to survive the commit.
   if (sequence_ != base.sequence) note_state_now();
   snapshot_garbage_ = std::exchange(garbage_, {});

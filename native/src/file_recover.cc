@@ -43,7 +43,8 @@ void cut_span(Spans& spans, uint64_t begin, uint64_t end) {
 
 }  // namespace
 
-void File::recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots) {
+void File::recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
+                   bool trim) {
   const MutexLock lock(mutex_);
   recovered_slots_ = slots;
   for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
@@ -63,6 +64,7 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
   }
   take_slots_before(UINT64_MAX);
   find_garbage();
+  if (!trim) recovered_ends_.clear();
   std::erase_if(recovered_slots_, [&](const StagedSlot& staged) {
     if (!staged.slot->ranges.empty()) return false;
     plane_.arena().give(staged.slot);

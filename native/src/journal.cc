@@ -53,6 +53,7 @@ JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
   entry.sequence = head.sequence;
   entry.state = {head.ino, head.size, head.mtime_ns, head.ctime_ns,
                  (head.flags & arena::kPrivilegesDropped) != 0};
+  if (head.kind == arena::Change::Closed) entry.killed_by = head.flags >> arena::kKilledByShift;
   if (head.kind == arena::Change::Extents || head.kind == arena::Change::Erase) {
     for (size_t at = 0; at + sizeof(arena::ChangeExtent) <= head.bytes;
          at += sizeof(arena::ChangeExtent)) {
@@ -131,13 +132,15 @@ void Journal::put(uint64_t at, arena::ChangeHead head, std::string_view payload)
   std::atomic_ref<uint32_t>(*crc).store(checksum(to, payload.size()), std::memory_order_release);
 }
 
-Status Journal::append(const FileState& state, arena::Change kind, std::string_view payload) {
+Status Journal::append(const FileState& state, arena::Change kind, std::string_view payload,
+                       int killed_by) {
   const MutexLock lock(mutex_);
   const uint64_t bytes = record_bytes(payload.size());
   if (Status status = make_room(bytes); !status.ok()) return status;
   arena::ChangeHead head{};
   head.kind = kind;
-  head.flags = state.privileges_dropped ? arena::kPrivilegesDropped : 0;
+  head.flags = static_cast<uint16_t>((state.privileges_dropped ? arena::kPrivilegesDropped : 0) |
+                                     killed_by << arena::kKilledByShift);
   head.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
   head.ino = state.ino;
   head.size = state.size;
@@ -151,6 +154,10 @@ Status Journal::append(const FileState& state, arena::Change kind, std::string_v
 }
 
 Status Journal::note(const FileState& state, arena::Change kind) { return append(state, kind, {}); }
+
+Status Journal::note_closed(const FileState& state, int killed_by) {
+  return append(state, arena::Change::Closed, {}, killed_by);
+}
 
 Status Journal::note_extents(const FileState& state, const std::vector<Extent>& extents) {
   std::vector<arena::ChangeExtent> payload;

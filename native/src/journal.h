@@ -41,6 +41,7 @@ struct JournalEntry {
   std::vector<Extent> extents;  // of Extents and Erase
   uint64_t begin = 0;           // of Punch: bytes
   uint64_t end = 0;
+  int killed_by = 0;  // of Closed: the signal that ended the writer
 };
 
 class Journal {
@@ -58,6 +59,7 @@ class Journal {
   std::vector<JournalEntry> recover() EXCLUDES(mutex_);
 
   Status note(const FileState& state, arena::Change kind) EXCLUDES(mutex_);
+  Status note_closed(const FileState& state, int killed_by) EXCLUDES(mutex_);
   Status note_extents(const FileState& state, const std::vector<Extent>& extents) EXCLUDES(mutex_);
   Status note_erased(const FileState& state, uint64_t block, uint64_t count) EXCLUDES(mutex_);
   Status note_punched(const FileState& state, uint64_t begin, uint64_t end) EXCLUDES(mutex_);
@@ -74,8 +76,8 @@ class Journal {
   };
   using Live = std::unordered_map<uint64_t, std::vector<Record>>;
 
-  Status append(const FileState& state, arena::Change kind, std::string_view payload)
-      EXCLUDES(mutex_);
+  Status append(const FileState& state, arena::Change kind, std::string_view payload,
+                int killed_by = 0) EXCLUDES(mutex_);
   char* area(unsigned index) const { return base_ + index * area_bytes_; }
   arena::JournalArea read_area(unsigned index) const;
   void write_area(unsigned index, uint64_t generation);

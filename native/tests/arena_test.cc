@@ -106,6 +106,36 @@ TEST_CASE("arena: a slot's last record and the one before are both whole") {
   CHECK(named.arena->take()->ranges.empty());
 }
 
+TEST_CASE("arena: how a handle's last writer ended is recorded while the handle is open") {
+  Named named;
+  const auto ended = [&](uint64_t handle) {
+    const arena::TableEntry table = named.header().tables[1];
+    for (uint64_t i = 0; i < 4; ++i) {
+      const auto each =
+          named.record<arena::HandleRecord>(table.offset + i * sizeof(arena::HandleRecord));
+      if (each.handle == handle) return arena::signal_of(each.killed_by);
+    }
+    return -1;
+  };
+  REQUIRE(named.arena->record_handle(open_file(5, 7, 1)).ok());
+  REQUIRE(named.arena->record_handle(open_file(6, 7, 1)).ok());
+  CHECK(ended(5) == 0);
+  named.arena->record_end(5, 9);
+  named.arena->record_end(77, 9);
+  CHECK(ended(5) == 9);
+  CHECK(ended(6) == 0);
+  named.arena->record_end(5, 0);
+  CHECK(ended(5) == 0);
+  named.arena->record_end(5, 15);
+  named.arena->forget_handle(5);
+  REQUIRE(named.arena->record_handle(open_file(8, 7, 1)).ok());
+  CHECK(ended(8) == 0);
+  // What was torn means none.
+  for (const uint32_t torn : {0U, 0x00090000U, 0x0009ffffU, 0xffffffffU}) {
+    CHECK(arena::signal_of(torn) == 0);
+  }
+}
+
 TEST_CASE("arena: handles are recorded while they are open, and their places used again") {
   Named named;
   REQUIRE(named.arena->record_handle(open_file(11, 1, O_RDWR)).ok());

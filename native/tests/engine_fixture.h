@@ -177,8 +177,8 @@ class EngineFixture {
   std::map<uint64_t, Committed>& catalog() { return committed_; }
 
   // What another process left of an inode that is loaded.
-  int recover(uint64_t ino) {
-    const uint64_t ticket = engine_->recover(ino);
+  int recover(uint64_t ino, bool trim = true) {
+    const uint64_t ticket = engine_->recover(ino, trim);
     for (;;) {
       pollfd wait{engine_->event_fd(), POLLIN, 0};
       REQUIRE(::poll(&wait, 1, 60'000) == 1);

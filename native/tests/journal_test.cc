@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <doctest/doctest.h>
+#include <signal.h>
 
 #include "file_descriptor.h"
 #include "journal.h"
@@ -83,6 +84,25 @@ TEST_CASE("journal: another process finds every change, in order and whole") {
   CHECK(entries[3].begin == 17);
   CHECK(entries[3].end == 23);
   for (size_t i = 1; i < entries.size(); ++i) CHECK(entries[i - 1].sequence < entries[i].sequence);
+}
+
+TEST_CASE("journal: a close says which signal ended the writer") {
+  Memory memory;
+  FileState dropped = state_of(3, 100);
+  dropped.privileges_dropped = true;
+  FileState kept = state_of(3, 100);
+  kept.privileges_dropped = false;
+  REQUIRE(memory.journal->note_closed(dropped, SIGKILL).ok());
+  REQUIRE(memory.journal->note_closed(state_of(3, 100), 0).ok());
+  REQUIRE(memory.journal->note_closed(kept, 64).ok());
+  const auto entries = memory.open()->recover();
+  REQUIRE(entries.size() == 3);
+  CHECK(entries[0].kind == arena::Change::Closed);
+  CHECK(entries[0].killed_by == SIGKILL);
+  CHECK(entries[0].state.privileges_dropped);
+  CHECK(entries[1].killed_by == 0);
+  CHECK(entries[2].killed_by == 64);
+  CHECK_FALSE(entries[2].state.privileges_dropped);
 }
 
 TEST_CASE("journal: what the catalog holds is forgotten, and all of it is a new beginning") {

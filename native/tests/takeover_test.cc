@@ -217,8 +217,9 @@ void kill_and_take_over(uint64_t seed) {
   fixture.catalog()[kIno] = load_catalog(place.catalog());
   const auto file = fixture.load(kIno);
   const Engine::Left left = fixture.engine().left();
-  if (!left.inos.empty()) {
-    REQUIRE(left.inos == std::vector<uint64_t>{kIno});
+  if (!left.changed.empty()) {
+    REQUIRE(left.changed.size() == 1);
+    REQUIRE(left.changed[0].ino == kIno);
     REQUIRE(fixture.recover(kIno) == 0);
   }
   // The kernel sends again what was not answered.
@@ -254,7 +255,8 @@ struct Succession {
     second = std::make_unique<EngineFixture>(options);
     second->catalog()[kIno] = committed;
     const auto file = second->load(kIno);
-    REQUIRE(second->engine().left().inos == std::vector<uint64_t>{kIno});
+    REQUIRE(second->engine().left().changed.size() == 1);
+    REQUIRE(second->engine().left().changed[0].ino == kIno);
     REQUIRE(second->recover(kIno) == 0);
     return file;
   }
@@ -349,7 +351,7 @@ TEST_CASE("takeover: an arena that was never finished is made anew") {
     const auto file = fixture.load(kIno);
     REQUIRE(fixture.write(*file, 0, "content") == 0);
     CHECK(fixture.read(*file, 0, 100) == "content");
-    CHECK(fixture.engine().left().inos.empty());
+    CHECK(fixture.engine().left().changed.empty());
   }
 }
 

@@ -85,6 +85,7 @@ def kill_server(mount: Mount, *, again_after_s: float | None) -> float:
 def kill_again_and_again(mount: Mount, *, kills: int, workers: int, seed: int) -> Outcome:
     """Kill `kills` times under `workers` programs. AssertionError when one saw anything."""
     chance = random.Random(seed)
+    mount.allow_log(r"the writer of .* was cut off by SIGKILL")
     mount.allow_log(r"fpfs.keeper: server \d+ died \(signal 9\): starting another")
     gaps_s = []
     with working(mount, count=workers, seed=seed) as programs:

@@ -301,6 +301,37 @@ def test_nothing_is_left_of_servers_that_died(mount: Mount) -> None:
     assert {path.name: path.read_bytes() for path in mount.root.iterdir()} == contents
 
 
+def test_who_writes_when_everything_dies_has_not_finished(mount: Mount) -> None:
+    """Nobody sees whether a writer goes with keeper and server, as in a container that ends."""
+    good, torn = os.urandom(5_000_001), b"torn" * 1_000_000
+    (mount.root / "step.pt").write_bytes(good)
+    mount.flush()
+    (mount.root / "closed.pt").write_bytes(good)
+    code = """if True:
+        import sys
+        streams = [open(f"{sys.argv[1]}/{name}", "wb", buffering=0) for name in sys.argv[2:]]
+        for stream in streams:
+            stream.write(b"torn" * 1_000_000)
+        print("written", flush=True)
+        sys.stdin.readline()
+    """
+    with python_child(code, mount.root, "step.pt", "new.pt", "file") as child:
+        expect_line(child, "written")
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        child.kill()
+    mount.tear_down()
+    mount.allow_log(r"the writer of (step|new)\.pt was cut off by the end of the mount")
+    mount.mount()
+    mount.flush()
+    assert sorted(os.listdir(mount.root)) == ["closed.pt", "file", "step.pt"]
+    assert (mount.root / "step.pt").read_bytes() == good
+    assert (mount.root / "closed.pt").read_bytes() == good
+    assert (mount.root / "file").read_bytes() == torn
+    aside = mount.root / ".fpfs/partial"
+    assert [(aside / name).read_bytes() for name in os.listdir(aside)] == [torn, torn]
+    assert {partial.killed_by for partial in mount.status().partials} == {"the end of the mount"}
+
+
 def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:
     (mount.root / "kept").write_bytes(b"durable")
     mount.flush()

@@ -11,9 +11,12 @@ import fcntl
 import hashlib
 import os
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 NAMES = 12
 SIZES = (0, 100, 5_000, 20_000, 300_000, 3_000_000, 12_000_000)
@@ -118,6 +121,33 @@ class Worker:
             (folder / name).unlink()
         folder.rmdir()
 
+    def save_and_be_killed(self) -> None:
+        """Let a child overwrite a checkpoint, and kill it at some moment.
+
+        Unless it had begun to close the file, the checkpoint before has to be there.
+        """
+        name, content = f"step{self.random.randrange(3)}.pt", self.content()
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            overwrite_and_say(self.folder / name, content, tell)
+        os.close(tell)
+        time.sleep(self.random.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with open(told, "rb") as stream:
+            said = stream.read()
+        before, after = self.expected.get(name), hashlib.sha256(content).digest()
+        allowed = {b"": [before], b"w": [before, after], b"wc": [after]}[said]
+        try:
+            found = hashlib.sha256((self.folder / name).read_bytes()).digest()
+        except FileNotFoundError:
+            found = None
+        size = None if found is None else (self.folder / name).stat().st_size
+        assert found in allowed, f"{name} shows what a killed writer left: {size} bytes, {said!r}"
+        if found is not None:
+            self.expected[name] = found
+
     def check(self) -> None:
         """Read a file, and list the folder."""
         name = self.existing()
@@ -151,6 +181,7 @@ class Worker:
             self.truncate,
             self.rename,
             self.remove,
+            self.save_and_be_killed,
             self.make_and_remove,
             self.check,
             self.check_handles,
@@ -162,6 +193,17 @@ class Worker:
             self.check_file(name)
         self.check_handles()
         return self.count
+
+
+def overwrite_and_say(path: Path, content: bytes, told: int) -> NoReturn:
+    """Be the child: say ``w`` when all is written, and ``c`` when the file is closed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for first in range(0, len(content), 100_000):
+        os.write(descriptor, content[first : first + 100_000])
+    os.write(told, b"w")
+    os.close(descriptor)
+    os.write(told, b"c")
+    os._exit(0)
 
 
 def main() -> None:

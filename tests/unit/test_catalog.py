@@ -32,7 +32,7 @@ from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
 from fpfs.daemon.catalog_contents import fetch_content
 from fpfs.daemon.catalog_names import NewInode
-from fpfs.daemon.catalog_schema import FORMAT_VERSION
+from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
 from fpfs.daemon.reserve import RESERVE_BYTES
 from tests.support.rig import LARGE, rig
@@ -57,8 +57,9 @@ def make(transaction: Transaction, name: str, *, parent: int = ROOT, mode: int =
 
 
 def names(transaction: Transaction) -> list[str]:
+    """The names that tests made in the root."""
     found = catalog_names.list_names(transaction, ROOT, count=10_000)
-    return sorted(name.decode() for name in found)
+    return sorted(name.decode() for name in found if name != b".fpfs")
 
 
 @asynccontextmanager
@@ -168,7 +169,7 @@ async def test_an_error_takes_back_its_own_operation_only(queued: bool, tmp_path
     numbers = await catalog.read(
         lambda t: [ino for (ino,) in t.execute("SELECT ino FROM inodes").fetchall()]
     )
-    assert len(set(numbers)) == 21
+    assert len(set(numbers)) == 21 + len(FIXED_DIRECTORIES)
     await catalog.close()
 
 
@@ -448,7 +449,7 @@ async def test_a_new_catalog_does_not_take_over_the_log_of_one_that_is_gone(tmp_
     formatted(tmp_path)
     catalog = Catalog.open(path)
     count = await catalog.read(lambda t: t.execute("SELECT count(*) FROM names").fetchone())
-    assert count == (0,)
+    assert count == (len(FIXED_DIRECTORIES),)
     assert catalog.object_base == 1
     await catalog.close()
 
@@ -472,6 +473,67 @@ def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     sqlite3.connect(path).execute("CREATE TABLE other (x)").connection.close()
     with pytest.raises(CatalogError, match="is not a catalog of fpfs"):
         Catalog.open(path)
+
+
+def as_format_2(path: Path) -> sqlite3.Connection:
+    """Make a catalog what an earlier fpfs would have made."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    for ino, *_rest in FIXED_DIRECTORIES:
+        connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
+        connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
+    connection.execute("DROP INDEX unfinished")
+    connection.execute("ALTER TABLE inodes DROP COLUMN unfinished")
+    connection.execute("DROP TABLE shares")
+    connection.execute("DROP TABLE partials")
+    connection.execute("PRAGMA user_version = 2")
+    return connection
+
+
+def shape(path: Path) -> list[tuple[str, str]]:
+    """Tables and indices of a catalog, with all that they begin with."""
+    connection = sqlite3.connect(path)
+    found = connection.execute("SELECT type, name FROM sqlite_schema").fetchall()
+    for kind, name in sorted(found):
+        if kind == "table":
+            columns = connection.execute(f"SELECT * FROM pragma_table_info('{name}')").fetchall()
+            found.append((name, str([(column[1], column[2]) for column in columns])))
+    for table in ("names", "inodes"):
+        rows = connection.execute(f"SELECT ino FROM {table} ORDER BY ino").fetchall()
+        found.append((table, str(rows)))
+    connection.close()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@trio.testing.trio_test
+async def test_an_earlier_format_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
+    path = formatted(tmp_path)
+    today = shape(path)
+    connection = as_format_2(path)
+    if version == 1:
+        connection.execute("DROP TABLE requests")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    for _ in range(2):
+        catalog = Catalog.open(path)
+        assert (await catalog.read(lambda t: fetch_inode(t, 3))).uid == 1
+        assert catalog.inode_count_at_open == 1
+        await catalog.close()
+        assert shape(path) == today
+
+
+def test_a_name_that_is_taken_keeps_a_catalog_from_being_brought_up_to_date(
+    tmp_path: Path,
+) -> None:
+    path = formatted(tmp_path)
+    connection = as_format_2(path)
+    connection.execute("INSERT INTO names VALUES (99, 1, x'2e66706673', 77, 8)")
+    connection.close()
+    before = shape(path)
+    with pytest.raises(CatalogError, match=r"a file or directory \.fpfs") as refused:
+        Catalog.open(path)
+    assert "rename" in refused.value.remedy
+    assert shape(path) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Asides: what memory, the engine and the kernel have to follow when a content is put aside.
+
+The catalog has put it aside (`catalog_aside`) in the transaction before.
+
+Concurrency: trio thread only; used by `commit`, which holds the inode's lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from fpfs.daemon.catalog_schema import PARTIAL_INO
+
+if TYPE_CHECKING:
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.catalog_aside import Aside
+    from fpfs.daemon.inodes import Inode, InodeTable
+
+log = logging.getLogger(__name__)
+
+ABANDONED = 127
+"""In the place of a signal: nobody saw how the writer ended, since the mount ended before it."""
+
+
+class Asides:
+    """Follows contents that were put aside."""
+
+    def __init__(self, *, engine: Engine, inodes: InodeTable) -> None:
+        """Keep the parts."""
+        self._engine = engine
+        self._inodes = inodes
+
+    def apply(self, stored: tuple[Aside | None, int]) -> tuple[Aside | None, int]:
+        """Change names in memory as the transaction did, in its order."""
+        aside, _removal = stored
+        if aside is None:
+            return stored
+        for parent, name in aside.lost:
+            self._inodes.directories.removed(parent, name)
+            self._engine.invalidate_name(parent, name)
+            self._directory_changed(parent, aside.now_ns)
+        self._inodes.directories.added(PARTIAL_INO, aside.name)
+        self._directory_changed(PARTIAL_INO, aside.now_ns)
+        self._inodes.count += 1
+        if aside.lost:
+            origin = self._origin(aside)
+            origin.nlink = 0
+            origin.stale = True
+        for ino in aside.replaced:
+            replaced = self._inodes.cached(ino)
+            if replaced is not None:
+                replaced.nlink = 0
+        return stored
+
+    def _directory_changed(self, ino: int, now_ns: int) -> None:
+        """Follow a change of names that the kernel did not ask for: it has to forget times."""
+        directory = self._inodes.cached(ino)
+        if directory is not None:
+            self._inodes.names_changed(directory, now_ns)
+            self._engine.invalidate(ino)
+
+    async def settle(self, aside: Aside) -> None:
+        """Let the origin go on with its committed content, and say what happened."""
+        origin, row = self._origin(aside), aside.reverted
+        self._engine.revert(
+            origin.ino,
+            size=row.size,
+            mtime_ns=row.mtime_ns,
+            ctime_ns=aside.now_ns,
+            inline=aside.content.inline,
+            segments=aside.content.segments,
+        )
+        self._inodes.reverted(origin, row)
+        for ino in aside.replaced:
+            self._inodes.settle(await self._inodes.get(ino))
+        log.warning(
+            "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; the"
+            " content before %s",
+            os.fsdecode(aside.path),
+            signal_name(aside.killed_by),
+            aside.size,
+            os.fsdecode(aside.name),
+            "was never finished" if aside.lost else "stays",
+        )
+
+    def _origin(self, aside: Aside) -> Inode:
+        origin = self._inodes.cached(aside.reverted.ino)
+        assert origin is not None, "an inode is in the table while a version of it is queued"
+        return origin
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, for messages."""
+    if number == ABANDONED:
+        return "the end of the mount"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal
