@@ -77,13 +77,12 @@ class Asides:
         for ino in aside.replaced:
             self._inodes.settle(await self._inodes.get(ino))
         log.warning(
-            "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; the"
-            " content before %s",
+            "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; %s",
             os.fsdecode(aside.path),
             signal_name(aside.killed_by),
             aside.size,
             os.fsdecode(aside.name),
-            "was never finished" if aside.lost else "stays",
+            "there was none before" if aside.lost else "the content before stays",
         )
 
     def _origin(self, aside: Aside) -> Inode:

@@ -260,12 +260,15 @@ class Commit:
 
     # What the tools ask for.
 
-    async def flush_all(self) -> tuple[CommitFailure, ...]:
-        """Commit everything, open files too, make it durable, give dead space back.
+    async def flush_all(self, *, written_to: bool = True) -> tuple[CommitFailure, ...]:
+        """Commit everything, make it durable, give dead space back.
 
-        Returns the files whose last version could not be kept.
+        With `written_to` also what somebody is writing, as fsync does. Returns the files whose last
+        version could not be kept.
         """
         for inode in self._inodes:
+            if inode.writers and not written_to:
+                continue
             is_changed = self._inodes.refresh(inode) or inode.unfinished
             if is_changed and (inode.nlink or inode.handles):
                 self._enqueue(inode, last=inode.writers == 0)

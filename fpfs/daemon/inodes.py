@@ -306,7 +306,6 @@ class InodeTable:
     def reverted(self, inode: Inode, row: InodeRow) -> None:
         """Follow an engine that went back to the committed content: the row is what it has."""
         inode.mode = row.mode
-        inode.generation += 1
         self.refresh(inode)
 
     def removed(self, inode: Inode) -> None:

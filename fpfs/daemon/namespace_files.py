@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.errors import FileTooLarge, StaleHandle, StaleInode
 from fpfs.core.limits import FILE_BYTES_MAX
 from fpfs.core.policy import Acknowledge
+from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
@@ -200,11 +201,11 @@ class Files:
         for handle, killed_by in self._engine.take_released():
             self._released(handle, killed_by)
 
-    def release(self, handle: int) -> None:
+    def release(self, handle: int, *, killed_by: int = 0) -> None:
         """Release a handle that the kernel will not release."""
         self._opened(handle)
         if self._engine.release(handle):
-            self._released(handle)
+            self._released(handle, killed_by)
 
     def _released(self, handle: int, killed_by: int = 0) -> None:
         """Forget a handle; the last writable one of a changed file queues its version.
@@ -227,10 +228,10 @@ class Files:
         self._inodes.release(inode)
 
     def close(self) -> None:
-        """Release every handle: the kernel is gone."""
+        """Release every handle: the kernel is gone, and who has a file open cannot finish it."""
         self.take_released()
         for handle in list(self._handles):
-            self.release(handle)
+            self.release(handle, killed_by=ABANDONED)
 
     def _opened(self, handle: int) -> _Handle:
         opened = self._handles.get(handle)

@@ -215,6 +215,7 @@ class Server:
             if not self._catalog.ended_cleanly:
                 nursery.start_soon(self._collect_orphans)
             await self._serve_names(ready, relay_fd)
+            self._namespace.files.close()
             final = await self._flush_at_end()
             nursery.cancel_scope.cancel()
         return final
@@ -250,15 +251,22 @@ class Server:
         await self._commit.wait_durable(ino)
         return Flushed()
 
-    async def flush(self) -> Flushed:
-        """Return when everything is durable but for the failures in the answer."""
+    async def flush(self, *, written_to: bool = True) -> Flushed:
+        """Return when everything is durable but for the failures in the answer.
+
+        Without `written_to` files that somebody writes are left out.
+        """
         self._namespace.catch_up()
-        return Flushed(failures=metrics.failures(await self._commit.flush_all()))
+        failed = await self._commit.flush_all(written_to=written_to)
+        return Flushed(failures=metrics.failures(failed))
 
     async def _flush_at_end(self) -> Flushed:
-        """Flush; when the catalog itself is what failed, that is one of the failures."""
+        """Flush; when the catalog itself is what failed, that is one of the failures.
+
+        What somebody writes waits until it is certain that it cannot be finished.
+        """
         try:
-            return await self.flush()
+            return await self.flush(written_to=False)
         except OSError as error:
             reason = error.strerror or str(error)
             message = f"names and versions since the last flush may be lost: {reason}"

@@ -92,8 +92,9 @@ Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
     for (const arena::HandleRecord& record : left_handles_) {
       if (record.handle == handle) adopted->killed_by = arena::signal_of(record.killed_by);
     }
+    // Who wrote through it is forgotten, unless he has come to his end: the others did not write.
     const MutexLock lock(adopted->mutex);
-    adopted->writers.insert(kOwnerUnknown);  // who wrote through it has died with the server
+    adopted->writers.insert(adopted->killed_by == 0 ? kOwnerUnknown : kOwnerGone);
     return {};
   }
   // The kernel may have pages of it from before.

@@ -48,6 +48,8 @@ class FuseRequest {
 
 // Of a write whose owner the kernel does not know: stores through a map, written back.
 inline constexpr uint64_t kOwnerUnknown = 0;
+inline constexpr uint64_t kOwnerGone =
+    UINT64_MAX;  // whose process has ended; the kernel has no such
 
 // How a native WRITE is to be done; errno that refuses it, or 0.
 struct WriteArguments {

@@ -301,6 +301,42 @@ def test_nothing_is_left_of_servers_that_died(mount: Mount) -> None:
     assert {path.name: path.read_bytes() for path in mount.root.iterdir()} == contents
 
 
+def test_a_killed_writer_and_a_server_that_dies_before_its_version_is_stored(mount: Mount) -> None:
+    """The server that takes over knows how the writer ended: from its close, or from its handle."""
+    mount.allow_log(r"the writer of step\.pt was cut off by SIGKILL")
+    good, path = os.urandom(5_000_001), mount.root / "step.pt"
+    path.write_bytes(good)
+    mount.flush()
+    code = """if True:
+        import os, signal, sys
+        stream = open(sys.argv[1], "wb", buffering=0)
+        stream.write(b"torn" * 1_000_000)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        for _ in range(int(sys.argv[2])):
+            if os.fork() == 0:
+                break
+        else:
+            print("written", flush=True)
+        signal.pause()
+    """
+    for turn in range(6):
+        # With a child that holds the file open, the handle outlives its writer.
+        children = turn % 2
+        with python_child(code, path, children) as child:
+            expect_line(child, "written")
+            held = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+            assert len(held) == children
+            child.kill()
+            child.wait()
+            kill(mount)
+            for pid in held:
+                os.kill(int(pid), signal.SIGTERM)
+                wait_for_exit(int(pid))
+        mount.flush()
+        assert path.read_bytes() == good
+        assert len(os.listdir(mount.root / ".fpfs/partial")) == 1
+
+
 def test_who_writes_when_everything_dies_has_not_finished(mount: Mount) -> None:
     """Nobody sees whether a writer goes with keeper and server, as in a container that ends."""
     good, torn = os.urandom(5_000_001), b"torn" * 1_000_000

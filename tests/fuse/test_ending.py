@@ -19,6 +19,7 @@ from fpfs.daemon.mounting import abort_connection
 from fpfs.daemon.places import arena_path
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
+from tests.support.processes import expect_line, python_child
 
 EXIT_TIMEOUT_S = 60
 FPFS = [sys.executable, "-m", "fpfs.cli.main"]
@@ -187,3 +188,29 @@ def wait_for_log(mount: Mount, words: str) -> None:
     while words not in mount.log_text():
         assert time.monotonic() < deadline_s, f"no {words!r} in the log"
         os.sched_yield()
+
+
+def test_who_writes_when_the_mount_ends_has_not_finished(tmp_path: Path) -> None:
+    """Its checkpoint stays what it was; other files have what was written so far."""
+    good, torn = os.urandom(3_000_001), b"torn" * 1_000_000
+    code = """if True:
+        import sys
+        streams = [open(f"{sys.argv[1]}/{name}", "wb", buffering=0) for name in sys.argv[2:]]
+        for stream in streams:
+            stream.write(b"torn" * 1_000_000)
+        print("written", flush=True)
+        sys.stdin.readline()
+    """
+    with mounted() as mount:
+        mount.allow_log(r"the writer of .*\.pt was cut off by the end of the mount|files were open at the end")
+        (mount.root / "step.pt").write_bytes(good)
+        with python_child(code, mount.root, "step.pt", "new.pt", "train.log") as child:
+            expect_line(child, "written")
+            end(mount, signal.SIGTERM)
+            child.kill()
+        mount.mount()
+        assert sorted(os.listdir(mount.root)) == ["step.pt", "train.log"]
+        assert (mount.root / "step.pt").read_bytes() == good
+        assert (mount.root / "train.log").read_bytes() == torn
+        aside = mount.root / ".fpfs/partial"
+        assert [(aside / name).read_bytes() for name in os.listdir(aside)] == [torn, torn]

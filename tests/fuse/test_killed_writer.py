@@ -303,6 +303,19 @@ def in_place() -> bytes:
     return bytes(expected)
 
 
+def change_as_the_server_dies(mount: Mount, path: Path) -> None:
+    """Change the first bytes of a file to what they are, with a server that dies before it commits.
+
+    The next one gives back what lies behind the file's last byte in its objects.
+    """
+    mount.allow_log("server .* died|took over|removed .* objects")
+    with path.open("r+b", buffering=0) as opened:
+        opened.write(GOOD[:100])
+        mount.kill(mount.status().server_pid)
+        os.listdir(mount.root)  # waits for the next server
+        mount.note_processes()
+
+
 @pytest.mark.parametrize("first", ["good", "torn"])
 @pytest.mark.parametrize("server_dies", [False, True])
 def test_a_rewrite_in_place_shares_blocks_that_stay(
@@ -320,8 +333,7 @@ def test_a_rewrite_in_place_shares_blocks_that_stay(
             assert_same(path.read_bytes(), GOOD)
             assert_same(torn.read_bytes(), in_place())
             if server_dies:
-                mount.allow_log("server .* died|took over|removed .* objects")
-                mount.kill(mount.status().server_pid)
+                change_as_the_server_dies(mount, path)
             mount.remount()
         gone, kept = (path, torn) if first == "good" else (torn, path)
         gone.unlink()
@@ -490,6 +502,22 @@ def test_who_makes_it_next_makes_a_new_file(
         assert_same(path.read_bytes(), content)
         path.unlink()
     mount.flush()
+    assert_same(the_only(aside).read_bytes(), TORN)
+
+
+def test_who_syncs_it_next_is_no_killed_writer(
+    mount: Mount, aside: Path, directory: Path, source: Path
+) -> None:
+    path = directory / "step.pt"
+    path.write_bytes(GOOD)
+    kill_in_the_middle(path, source)
+    with path.open("r+b", buffering=0) as opened:
+        opened.write(b"mine")
+        os.fsync(opened.fileno())
+        assert_same(path.read_bytes(), b"mine" + GOOD[4:])
+        opened.write(b"more")
+    mount.flush()
+    assert_same(path.read_bytes(), b"minemore" + GOOD[8:])
     assert_same(the_only(aside).read_bytes(), TORN)
 
 
