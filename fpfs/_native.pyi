@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 def crc32c(arg: bytes, /) -> int: ...
 
+ARENA_FORMAT: int = 3
+
 class KnownDirectories:
     def __init__(self, *, names_max: int, listed_max: int, valid_s: int) -> None: ...
     def set_attributes(

@@ -14,12 +14,13 @@ from rich.table import Table
 
 import fpfs
 from fpfs.cli.show import open_console, run_app, show_failures
-from fpfs.core.control import ControlClient, Flushed, Status, Verb, find_fpfs
+from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 
 STATUS_TIMEOUT_S = 60.0
-SURPLUS = dict.fromkeys(("status", "wait", "flush"), "there is one path")
+RESTART_TIMEOUT_S = 120.0
+SURPLUS = dict.fromkeys(("status", "wait", "flush", "restart"), "there is one path")
 """Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
 """poll(2) counts milliseconds in 31 bits."""
@@ -133,6 +134,34 @@ def wait(path: str, /, *, timeout: float | None = None) -> int:
                 asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
             ) from None
         return show_failures(client.ask(Verb.WAIT, Flushed, ino=ino, timeout_s=timeout))
+
+
+@app.command
+def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
+    """Go on with the fpfs that is installed now, while programs use the mount at MOUNTPOINT.
+
+    They wait for a moment, and see nothing. An installed fpfs that does not start, or cannot take
+    over, is refused, and the mount goes on with the one that runs.
+
+    Parameters
+    ----------
+    timeout
+        Give up after so many seconds, with exit status 1.
+    """
+    _check_timeout(timeout)
+    asked = f"restart of {mountpoint}"
+    entry = find_fpfs(mountpoint, asked=asked)
+    with ControlClient(entry, asked=asked) as client:
+        before = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+        client.ask(Verb.RESTART, Renewing, timeout_s=timeout)
+        client.wait_for_exit(timeout_s=timeout)
+    with ControlClient(entry, asked=asked) as client:
+        after = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+    sys.stdout.write(
+        f"{before.mountpoint}: server {before.server_pid} (fpfs {before.version})"
+        f" was replaced by {after.server_pid} (fpfs {after.version})\n"
+    )
+    return 0
 
 
 @app.command

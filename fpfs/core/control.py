@@ -40,6 +40,9 @@ class Verb(enum.StrEnum):
     """Wait until the inode `ino` is durable. Reply: `Flushed`."""
     FLUSH = "flush"
     """Make everything durable. Reply: `Flushed`."""
+    RESTART = "restart"
+    """Go on with the program that is installed by now. Reply: `Renewing`, before the server makes
+    room for the next one."""
     END = "end"
     """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
 
@@ -72,6 +75,12 @@ class Flushed(msgspec.Struct, kw_only=True, frozen=True):
     """Everything that was asked for is durable, but for the `failures`."""
 
     failures: tuple[Failure, ...] = ()
+
+
+class Renewing(msgspec.Struct, kw_only=True, frozen=True):
+    """The server makes room for a program of this version."""
+
+    version: str
 
 
 class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):

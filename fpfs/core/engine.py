@@ -31,6 +31,9 @@ crc32c = _native.crc32c
 KnownDirectories = _native.KnownDirectories
 """What the channel may say of directories by itself; see native/src/known_directories.h."""
 
+ARENA_FORMAT: int = _native.ARENA_FORMAT
+"""Format of what an engine leaves in the staging arena to the one that takes over."""
+
 BLOCK_BYTES = 64 * 1024
 """Grain of the block map, of rewrites and of checksums, in bytes."""
 

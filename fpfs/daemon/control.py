@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 import msgspec
 import trio
@@ -22,6 +22,7 @@ from fpfs.core.control import (
     LINE_BYTES_MAX,
     PROTOCOL_VERSION,
     Flushed,
+    Renewing,
     Reply,
     Request,
     Status,
@@ -32,6 +33,9 @@ from fpfs.core.control import (
 _log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 64 * 1024
 assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
+
+
+Result: TypeAlias = Status | Flushed | Renewing
 
 
 class Controlled(Protocol):
@@ -45,6 +49,12 @@ class Controlled(Protocol):
 
     async def flush(self) -> Flushed:
         """Return when everything is durable."""
+
+    async def prepare_renewal(self) -> Renewing:
+        """Return when the next server could start. OSError when it could not."""
+
+    def renew(self) -> NoReturn:
+        """Make room for the next server."""
 
 
 class ControlServer:
@@ -66,12 +76,15 @@ class ControlServer:
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer requests until cancelled."""
-        # A process that is gone may have had this number before.
+        # The server before left one, which tells clients that there is a keeper: it is replaced
+        # without a moment in between.
+        made = f"{self._path}.new"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        await self._socket.bind(self._path)
-        os.chmod(self._path, 0o666 if self._open_to_others else 0o600)
+            os.unlink(made)
+        await self._socket.bind(made)
+        os.chmod(made, 0o666 if self._open_to_others else 0o600)
         self._socket.listen(64)
+        os.rename(made, self._path)
         try:
             async with trio.open_nursery() as nursery:
                 task_status.started()
@@ -98,32 +111,31 @@ class ControlServer:
             await self._told_everybody.wait()
 
     def _allowed(self, connection: trio.socket.SocketType) -> bool:
-        uid = peer(connection).uid  # type: ignore[arg-type]
-        return self._open_to_others or uid in (0, os.geteuid())
+        return self._open_to_others or _is_owner(connection)
 
     async def _converse(self, connection: trio.socket.SocketType) -> None:
         stream = trio.SocketStream(connection)
         async with stream:
             try:
                 if self._allowed(connection):
-                    await self._answer_lines(stream)
+                    await self._answer_lines(stream, is_owner=_is_owner(connection))
                 else:
                     await self._send(stream, Reply(error="this mount belongs to another user"))
             except (trio.BrokenResourceError, ConnectionError):
                 _log.debug("a control client went away before its answer")
 
-    async def _answer_lines(self, stream: trio.SocketStream) -> None:
+    async def _answer_lines(self, stream: trio.SocketStream, *, is_owner: bool) -> None:
         pending = b""
         async for piece in stream:
             pending += piece
             while b"\n" in pending:
                 line, pending = pending.split(b"\n", 1)
-                await self._answer(stream, line)
+                await self._answer(stream, line, is_owner=is_owner)
             if len(pending) > _REQUEST_BYTES_MAX:
                 await self._send(stream, Reply(error="the request is too long"))
                 return
 
-    async def _answer(self, stream: trio.SocketStream, line: bytes) -> None:
+    async def _answer(self, stream: trio.SocketStream, line: bytes, *, is_owner: bool) -> None:
         try:
             request = msgspec.json.decode(line, type=Request)
         except msgspec.MsgspecError as error:
@@ -136,6 +148,9 @@ class ControlServer:
         if request.verb is Verb.END:
             await self._answer_end(stream, request)
             return
+        if request.verb is Verb.RESTART and not is_owner:
+            await self._send(stream, Reply(error="only root and who mounted it may do that"))
+            return
         try:
             result = await self._unless_ended(request)
         except OSError as error:
@@ -143,14 +158,16 @@ class ControlServer:
             return
         if result is not None:
             await self._send(stream, _reply(result))
+            if isinstance(result, Renewing):
+                self._controlled.renew()
         elif request.verb is Verb.STATUS:
             await self._send(stream, Reply(error="the mount has ended"))
         else:
             await self._answer_end(stream, request)
 
-    async def _unless_ended(self, request: Request) -> Status | Flushed | None:
+    async def _unless_ended(self, request: Request) -> Result | None:
         """The result of a request, or None when there is no server to ask any more."""
-        result: Status | Flushed | None = None
+        result: Result | None = None
         if not self._refusing:
             with trio.CancelScope() as scope:
                 self._requests.add(scope)
@@ -165,8 +182,10 @@ class ControlServer:
         if self._refusing and not self._requests:
             self._requests_ended.set()
 
-    async def _result(self, request: Request) -> Status | Flushed:
+    async def _result(self, request: Request) -> Result:
         match request.verb:
+            case Verb.RESTART:
+                return await self._controlled.prepare_renewal()
             case Verb.STATUS:
                 return await self._controlled.status()
             case Verb.WAIT:
@@ -200,5 +219,10 @@ class ControlServer:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")
 
 
-def _reply(result: Status | Flushed) -> Reply:
+def _is_owner(connection: trio.socket.SocketType) -> bool:
+    """Whether root, or the server's own user, is at the other end."""
+    return peer(connection).uid in (0, os.geteuid())  # type: ignore[arg-type]
+
+
+def _reply(result: Result) -> Reply:
     return Reply(result=msgspec.Raw(msgspec.json.encode(result)))

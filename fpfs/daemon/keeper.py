@@ -6,7 +6,8 @@ starts another, which takes over what the dead one left in the staging arena and
 the requests that nobody has answered. Programs wait for that fraction of a second, and see nothing.
 
 The keeper has everything imported that a server needs, so another one is there as fast as fork(2).
-It has one thread and does nothing else: what it does not do cannot kill it.
+It has one thread and does nothing else: what it does not do cannot kill it. To go on with the
+program that is installed by now (``fpfs-ctl restart``) it executes that in its own place.
 
 Invariants:
   * A server tells the keeper of the mount before the kernel's first request is answered, and that
@@ -28,7 +29,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -49,12 +50,21 @@ DESCRIPTORS_MAX = 253
 _MESSAGE_BYTES_MAX = 4096
 
 
+STATE_FORMAT = 1
+"""Of `KeeperState`: what a keeper and the program that it executes have to agree upon."""
+
+
 class Notice(enum.StrEnum):
-    """What a server tells its keeper: here is what to hold, requests are answered, it ends."""
+    """What a server tells its keeper.
+
+    Here is what to hold; requests are answered; it ends; it leaves its place to the program that is
+    installed by now.
+    """
 
     HOLD = "hold"
     SERVING = "serving"
     ENDING = "ending"
+    RENEWING = "renewing"
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +74,16 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
 
 
+class KeeperState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a keeper that executes another program leaves to it, beside the open descriptors."""
+
+    device: str
+    descriptors: tuple[int, ...]
+    restarts: int
+    started_unix_s: float
+    signals: tuple[int, ...]
+
+
 class Inherited(NamedTuple):
     """What a server gets from one that died."""
 
@@ -71,16 +91,16 @@ class Inherited(NamedTuple):
     fuse_fd: int
     lock_fds: tuple[int, ...]
     restarts: int
-    started_unix_s: float
 
 
 class KeeperLink:
     """The server's end of its connection to the keeper."""
 
-    def __init__(self, link: socket.socket, *, keeper_pid: int) -> None:
-        """Take the socket over."""
+    def __init__(self, link: socket.socket, *, keeper_pid: int, started_unix_s: float) -> None:
+        """Take the socket over; the first server was started at `started_unix_s`."""
         self._socket = link
         self.keeper_pid = keeper_pid
+        self.started_unix_s = started_unix_s
 
     def fileno(self) -> int:
         """The descriptor, which becomes readable when the keeper is gone."""
@@ -98,6 +118,10 @@ class KeeperLink:
         """Tell the keeper that this server has come so far that it answers."""
         self._socket.send(msgspec.json.encode(_Message(notice=Notice.SERVING)))
 
+    def renewing(self) -> None:
+        """Tell the keeper that this server makes room for the program that is installed by now."""
+        self._socket.send(msgspec.json.encode(_Message(notice=Notice.RENEWING)))
+
     def ending(self) -> None:
         """Tell the keeper that this server ends in good order and needs no successor."""
         with contextlib.suppress(ConnectionError, BrokenPipeError):
@@ -112,26 +136,35 @@ class Keeper:
     """Runs servers of one mount, one after the other, until one ends in good order."""
 
     def __init__(
-        self, *, serve: Serve, give_up: Callable[[], None], started: Callable[[], None]
+        self,
+        *,
+        serve: Serve,
+        give_up: Callable[[], None],
+        started: Callable[[], None],
+        renew: Callable[[KeeperState], NoReturn],
+        state: KeeperState | None,
     ) -> None:
         """`give_up` takes the mount away when servers die again and again.
 
-        `started` is called once, when the first server runs.
+        `started` is called once, when the first server runs. `renew` executes the program that is
+        installed by now. `state` is what a keeper left that did so.
         """
         self._serve = serve
         self._give_up = give_up
         self._started = started
-        self._descriptors: list[int] = []
-        self._device = ""
+        self._renew = renew
+        self._descriptors = list(state.descriptors) if state else []
+        self._device = state.device if state else ""
         self._serving = False
         self._ending = False
+        self._renewing = False
         self._failures = 0
-        self._signals: list[int] = []
+        self._signals = list(state.signals) if state else []
         """Signals that no server has got yet."""
         self._passed_on = 0
         """The last one that a server got."""
-        self._restarts = 0
-        self._started_unix_s = time.time()
+        self._restarts = state.restarts if state else 0
+        self._started_unix_s = state.started_unix_s if state else time.time()
         self._pid = 0
 
     def run(self) -> int:
@@ -140,6 +173,7 @@ class Keeper:
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         for number in FORWARDED:
             signal.signal(number, self._forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         # What is imported stays shared with the servers.
         gc.collect()
         gc.freeze()
@@ -150,6 +184,8 @@ class Keeper:
             self._restarts += 1
             if self._passed_on and not self._signals:
                 self._signals.append(self._passed_on)  # the next one is to end, too
+            if self._renewing:
+                self._execute()
             self._failures = 0 if self._serving else self._failures + 1
             if self._failures == FAILURES_MAX:
                 _log.critical(
@@ -161,6 +197,19 @@ class Keeper:
                 return 1
             if self._failures > 1:
                 time.sleep(RETRY_S)
+
+    def _execute(self) -> NoReturn:
+        """Go on as the program that is installed by now; signals wait until it can take them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        self._renew(
+            KeeperState(
+                device=self._device,
+                descriptors=tuple(self._descriptors),
+                restarts=self._restarts,
+                started_unix_s=self._started_unix_s,
+                signals=tuple(self._signals),
+            )
+        )
 
     def _forward(self, number: int, _frame: object) -> None:
         """Pass a signal on: now, or to the server that is about to start."""
@@ -186,21 +235,23 @@ class Keeper:
                 self._descriptors[0],
                 tuple(self._descriptors[1:]),
                 self._restarts,
-                self._started_unix_s,
             )
         keeper_pid = os.getpid()
         self._serving = False
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            self._be_server(KeeperLink(theirs, keeper_pid=keeper_pid), inherited)
+            link = KeeperLink(theirs, keeper_pid=keeper_pid, started_unix_s=self._started_unix_s)
+            self._be_server(link, inherited)
         theirs.close()
         if not self._restarts:
             self._started()
         with ours:
             status = self._wait(ours, wake_fd)
         pid, self._pid = self._pid, 0
-        if not self._ending and self._descriptors:
+        if self._renewing:
+            _log.info("server %d made room for the program that is installed now", pid)
+        elif not self._ending and self._descriptors:
             cause = f"signal {-status}" if status < 0 else f"exit status {status}"
             _log.warning("server %d died (%s): starting another", pid, cause)
         return status
@@ -255,4 +306,6 @@ class Keeper:
                 self._pass_signals_on()
             case Notice.ENDING:
                 self._ending = True
+            case Notice.RENEWING:
+                self._renewing = True
         return True

@@ -1,7 +1,8 @@
 """Keeper and server as processes: their log, limits, readiness, exit status.
 
 ``python -m fpfs.daemon.process`` reads a `ServerConfig` from stdin; ``fpfs mount --foreground``
-calls `run` with one. The process becomes the keeper, which starts the server.
+calls `run` with one. The process becomes the keeper, which starts the server. ``--check`` says what
+this program is, ``--renewed FD`` goes on where a keeper of another version was (`renewal`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import trio
 from fpfs.core.control import Flushed
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
-from fpfs.daemon import mounting
+from fpfs.daemon import mounting, renewal
 from fpfs.daemon.devices import DeviceSet
-from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink
+from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink, KeeperState
 from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
 from fpfs.daemon.places import ARENA_FOLDER
 from fpfs.daemon.server import serve
@@ -60,8 +61,11 @@ def raise_limits() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def run(config: ServerConfig) -> int:
-    """Keep a mount until it ends; returns the exit status."""
+def run(config: ServerConfig, state: KeeperState | None = None) -> int:
+    """Keep a mount until it ends; returns the exit status.
+
+    `state` is what a keeper left that executed this program in its place.
+    """
     start_log(config.log)
     raise_limits()
     os.umask(0o077)
@@ -69,6 +73,8 @@ def run(config: ServerConfig) -> int:
         serve=functools.partial(run_server, config),
         give_up=functools.partial(give_up, config.mountpoint),
         started=functools.partial(_close_readiness, config),
+        renew=functools.partial(renewal.execute, config),
+        state=state,
     )
     return keeper.run()
 
@@ -190,7 +196,14 @@ class _Readiness:
 
 
 def main() -> int:
-    """Entry of the background server."""
+    """Entry of the background server, and of the program that a keeper executes in its place."""
+    match sys.argv[1:]:
+        case ["--check"]:
+            sys.stdout.write(msgspec.json.encode(renewal.this_program()).decode() + "\n")
+            return 0
+        case ["--renewed", descriptor]:
+            config, state = renewal.take_state(int(descriptor))
+            return run(config, state)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     with Path(os.devnull).open("rb") as null:
         os.dup2(null.fileno(), 0)

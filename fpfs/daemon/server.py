@@ -20,7 +20,6 @@ import functools
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +28,7 @@ import pyfuse3
 import trio
 
 import fpfs
-from fpfs.core.control import Failure, Flushed, Status, socket_path
+from fpfs.core.control import Failure, Flushed, Renewing, Status, socket_path
 from fpfs.core.engine import (
     ChannelClosed,
     DeviceConfig,
@@ -46,7 +45,7 @@ from fpfs.core.options import Idle, MountOptions
 from fpfs.core.policy import Policy
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
-from fpfs.daemon import metrics, mounting, orphans
+from fpfs.daemon import metrics, mounting, orphans, renewal
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.catalog_aside import list_partials
 from fpfs.daemon.commit import Commit
@@ -72,6 +71,9 @@ ANNOUNCE_S = 5
 
 EXIT_GAVE_UP = 3
 """Exit status after a second SIGINT."""
+
+EXIT_RENEWED = 4
+"""Exit status of a server that made room for another program."""
 
 EXIT_DIED = 70
 """Exit status of a server that failed while it served: another takes over."""
@@ -128,7 +130,6 @@ class Server:
             requests=self._requests,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
-        self._started_unix_s = inherited.started_unix_s if inherited else time.time()
         self._connection_ended = trio.Event()
         self._ending_by_signal = False
         self._ending = trio.CancelScope()
@@ -234,7 +235,7 @@ class Server:
             restarts=self._inherited.restarts if self._inherited else 0,
             filesystem_id=self._devices.filesystem_id,
             mountpoint=self._config.mountpoint,
-            started_unix_s=self._started_unix_s,
+            started_unix_s=self._link.started_unix_s,
             ack=self._config.options.ack,
             chunk_bytes=self._config.options.chunk_bytes,
             log=self._config.log,
@@ -244,6 +245,17 @@ class Server:
             partials=metrics.partial_status(await self._catalog.read(list_partials)),
             channel=metrics.channel_counters(statistics),
         )
+
+    async def prepare_renewal(self) -> Renewing:
+        """Return when the installed program has said that it can take over. OSError otherwise."""
+        installed = await trio.to_thread.run_sync(renewal.check_installed)
+        return Renewing(version=installed.version)
+
+    def renew(self) -> NoReturn:
+        """End at once and leave everything to the program that is installed by now."""
+        self._link.renewing()
+        logging.shutdown()
+        os._exit(EXIT_RENEWED)
 
     async def wait_durable(self, ino: int) -> Flushed:
         """Return when an inode's content and names are durable. OSError when they cannot be."""

@@ -386,6 +386,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
+  module.attr("ARENA_FORMAT") = arena::kFormat;
   bind_directories(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);

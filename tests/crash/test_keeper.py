@@ -412,3 +412,44 @@ def test_programs_do_not_notice_kills_at_random_moments(mount: Mount) -> None:
     assert len(outcome.gaps_s) == 15
     assert outcome.restarts >= 15
     assert outcome.operations > 0
+
+
+RESTARTED = r"server \d+ made room for the program that is installed now"
+
+
+def test_a_restart_while_programs_use_the_mount(mount: Mount) -> None:
+    """The keeper's process is another program's from then on, and holds the mount as before."""
+    mount.expect_log(RESTARTED)
+    content = os.urandom(20_000_001)
+    path = mount.root / "step.pt"
+    before = mount.status()
+    with path.open("wb", buffering=0) as stream:
+        stream.write(content[:10_000_000])
+        said = check_fpfs("restart", mount.root, module="fpfs.cli.ctl")
+        stream.write(content[10_000_000:])
+    assert path.read_bytes() == content
+    after = mount.status()
+    assert (after.keeper_pid, after.restarts) == (before.keeper_pid, before.restarts + 1)
+    assert after.server_pid != before.server_pid
+    assert after.started_unix_s == before.started_unix_s
+    assert f"server {before.server_pid} (fpfs" in said
+    assert f"was replaced by {after.server_pid} (fpfs" in said
+    mount.note_processes()
+    kill(mount)  # the program that is the keeper now starts others
+    assert path.read_bytes() == content
+    check_fpfs("restart", mount.root, module="fpfs.cli.ctl")
+    mount.note_processes()
+    mount.remount()
+    assert path.read_bytes() == content
+
+
+def test_a_signal_ends_a_mount_that_was_restarted(mount: Mount) -> None:
+    (mount.root / "file").write_bytes(b"content" * 1_000_000)
+    check_fpfs("restart", mount.root, module="fpfs.cli.ctl")
+    keeper_pid = mount.keeper_pid
+    os.kill(keeper_pid, signal.SIGTERM)
+    wait_for_exit(keeper_pid)
+    assert mount.entry() is None
+    mount.forget()
+    mount.mount()
+    assert (mount.root / "file").read_bytes() == b"content" * 1_000_000

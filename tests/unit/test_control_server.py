@@ -6,12 +6,14 @@ import contextlib
 import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import trio
 import trio.testing
 
-from fpfs.core.control import Failure, Flushed, Reply, Request, Status, Verb
+from fpfs.core.control import Failure, Flushed, Renewing, Reply, Request, Status, Verb
+from fpfs.core.errors import InvalidOperation
 from fpfs.daemon.control import ControlServer
 
 PATIENCE_S = 30
@@ -42,6 +44,14 @@ class Ending:
     async def flush(self) -> Flushed:
         """Not to be asked: there is nothing left to flush."""
         raise AssertionError("asked after the end")
+
+    async def prepare_renewal(self) -> Renewing:
+        """There is no program that could go on."""
+        raise InvalidOperation("the installed fpfs does not start")
+
+    def renew(self) -> NoReturn:
+        """Not to be asked: that was refused."""
+        raise AssertionError("renewed although it cannot be")
 
 
 @contextlib.asynccontextmanager
@@ -105,3 +115,10 @@ async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path:
     assert msgspec.json.decode(replies[Verb.WAIT].result, type=Flushed) == Flushed()
     assert msgspec.json.decode(replies[Verb.FLUSH].result, type=Flushed) == final
     assert msgspec.json.decode(replies[Verb.END].result, type=Flushed) == final
+
+
+@trio.testing.trio_test
+async def test_a_restart_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path / "socket", Ending()):
+        reply = await ask(tmp_path / "socket", Verb.RESTART)
+        assert reply.error == "the installed fpfs does not start"

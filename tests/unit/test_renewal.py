@@ -1,0 +1,69 @@
+"""What the installed program must be so that a mount goes on with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fpfs.core.errors import InvalidOperation
+from fpfs.daemon import renewal
+
+OURS = renewal.this_program()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a program in the place of the interpreter."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def says(program: renewal.Program) -> str:
+    """A script that says that it is `program`."""
+    return f"echo '{msgspec.json.encode(program).decode()}'"
+
+
+def test_the_one_that_runs_can_take_over() -> None:
+    assert renewal.check_installed() == OURS
+
+
+def test_a_newer_one_with_the_same_formats_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = msgspec.structs.replace(OURS, version="99")
+    install(tmp_path, monkeypatch, says(newer))
+    assert renewal.check_installed() == newer
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo ImportError: no such thing >&2; exit 1", "does not start .ImportError: no such"),
+        ("exit 7", "does not start .exit status 7"),
+        ("echo gibberish", "does not say what it is"),
+        (
+            says(msgspec.structs.replace(OURS, version="99", arena_format=OURS.arena_format + 1)),
+            "fpfs 99 cannot take over .*unmount and mount again",
+        ),
+        (
+            says(msgspec.structs.replace(OURS, state_format=OURS.state_format + 1)),
+            "cannot take over",
+        ),
+    ],
+)
+def test_others_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    install(tmp_path, monkeypatch, script)
+    with pytest.raises(InvalidOperation, match=reason):
+        renewal.check_installed()
+
+
+def test_nor_can_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(InvalidOperation, match="does not start"):
+        renewal.check_installed()
