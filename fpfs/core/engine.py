@@ -101,6 +101,8 @@ class FileAttributes(NamedTuple):
     ctime_ns: int
     privileges_dropped: bool
     dirty: bool
+    only_longer: bool
+    """Dirty, and what is committed is a beginning of it: nothing was replaced or cut off."""
 
 
 class ObjectId(NamedTuple):

@@ -188,6 +188,11 @@ class Catalog:
         """
         return await self._submit(operation, apply, RequestKind.URGENT_WRITE)
 
+    async def read_many(self, operation: Operation[Result]) -> Result:
+        """Run an operation like `read` that may touch many rows: always in the thread."""
+        result: Result = await self._submit(operation, None, RequestKind.READ, is_long=True)
+        return result
+
     async def write_many(
         self, operation: Operation[Result], *, apply: Callable[[Result], Result] | None = None
     ) -> Result:

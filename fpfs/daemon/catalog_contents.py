@@ -186,6 +186,17 @@ def delete_inodes(
     return removal
 
 
+def list_names(transaction: Transaction, inos: Sequence[int]) -> dict[int, list[bytes]]:
+    """Return the names of inodes, in one pass over all names."""
+    marks = ", ".join("?" * len(inos))
+    found: dict[int, list[bytes]] = {ino: [] for ino in inos}
+    for ino, name in transaction.execute(
+        f"SELECT ino, name FROM names WHERE ino IN ({marks})", tuple(inos)
+    ).fetchall():
+        found[ino].append(name)
+    return found
+
+
 def list_known_objects(transaction: Transaction, device: int, ids: Sequence[int]) -> set[int]:
     """Return which of these objects belong to an inode."""
     marks = ", ".join("?" * len(ids))

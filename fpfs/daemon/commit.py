@@ -10,7 +10,8 @@ Invariants:
   * Versions become current in the order in which they were queued (close, rename, fsync), over
     the whole mount; drains run side by side.
   * A version is queued by the release of its last writable handle, by an fsync or synchronous
-    write, by a rename of pending content, or by a truncation without a handle; never by a FLUSH.
+    write, by a rename of pending content, by a truncation without a handle, or, every 30 s, while
+    its file is open and only becomes longer; never by a FLUSH.
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
   * A version holds nothing of a writer that came after its close: an open for writing waits until
     the drain of what was closed before has begun (`wait_drain_begun`).
@@ -22,7 +23,7 @@ Invariants:
 
 Concurrency: trio thread only. `run` holds all tasks: one that gathers queued entries, DRAINERS that
 drain them in order, a sequencer that commits drained entries from the head of the queue, and one
-that flushes the catalog.
+that flushes the catalog, and one that commits what stays open.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import trio
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
-from fpfs.daemon.catalog_contents import Version, list_orphans, make_current
+from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make_current
 from fpfs.daemon.reclaim import Reclaim
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ DRAINERS = 32
 
 VERSIONS_MAX = 256
 """Versions made current in one transaction."""
+
+OPEN_COMMIT_S = 30.0
+"""How often files that stay open, and only become longer, are committed."""
 
 GATHER_S = 0.03
 """How long versions that nobody waits for are gathered before they are drained, so that thousands
@@ -163,6 +167,7 @@ class Commit:
                 nursery.start_soon(self._drain_entries)
             nursery.start_soon(self._commit_in_order)
             nursery.start_soon(self._flush_in_time)
+            nursery.start_soon(self._commit_open_in_time)
             nursery.start_soon(self._reclaim.run_deletions)
             nursery.start_soon(self._reclaim.run_removals)
 
@@ -488,6 +493,33 @@ class Commit:
             log.error("%s", message)
         self._failures[inode.ino] = CommitFailure(
             ino=inode.ino, errno=error.errno or errno.EIO, message=message
+        )
+
+    async def _commit_open_in_time(self) -> None:
+        """Commit from time to time what stays open and only becomes longer, such as logs.
+
+        Not what is rewritten, which is whole when it is closed, nor what shows whole contents only.
+        """
+        while True:
+            await trio.sleep(OPEN_COMMIT_S)
+            longer = {
+                inode.ino: inode
+                for inode in self._inodes
+                if inode.writers and inode.nlink and not inode.pending and self._is_longer(inode)
+            }
+            if not longer:
+                continue
+            named = await self._catalog.read_many(partial(list_names, inos=tuple(longer)))
+            for ino, names in named.items():
+                inode = longer[ino]
+                if inode.writers and not any(map(self._is_whole, names)):
+                    self._enqueue(inode, last=False)
+
+    def _is_longer(self, inode: Inode) -> bool:
+        return (
+            inode.is_regular
+            and self._engine.loaded(inode.ino)
+            and self._engine.attributes(inode.ino).only_longer
         )
 
     async def _flush_in_time(self) -> None:

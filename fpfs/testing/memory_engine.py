@@ -80,6 +80,8 @@ class _File:
         self.version_committed = 0
         self.privileges_dropped = False
         self.draining = False
+        self.size_committed = size
+        self.replaced = False
 
     @property
     def dirty(self) -> bool:
@@ -105,6 +107,7 @@ class _File:
             self.garbage.append(Range(*place.object, place.block, 1))
 
     def truncate(self, size: int) -> None:
+        self.replaced |= size < self.size_committed
         if size < self.size:
             first_gone = -(-size // BLOCK_BYTES)
             for block in [block for block in self.blocks if block >= first_gone]:
@@ -161,6 +164,7 @@ class MemoryEngine:
         file = self._files[ino]
         if flags & os.O_APPEND:
             offset = file.size
+        file.replaced |= offset < file.size_committed
         file.size = max(file.size, offset + len(data))
         view = memoryview(data)
         while view:
@@ -319,6 +323,7 @@ class MemoryEngine:
             file.ctime_ns,
             file.privileges_dropped,
             file.dirty,
+            file.dirty and not file.replaced,
         )
 
     def set_times(self, ino: int, *, mtime_ns: int | None, ctime_ns: int) -> None:
@@ -414,6 +419,7 @@ class MemoryEngine:
         file = self._files[ino]
         assert sequence == file.version_drained, "the last drain is committed"
         file.version_committed = sequence
+        file.size_committed, file.replaced = file.size, False
         file.segments_drained.clear()
         file.garbage.clear()
         file.objects_known = {place.object for place in file.places.values()}

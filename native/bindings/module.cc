@@ -202,7 +202,7 @@ void bind_files(nb::class_<Engine>& type) {
            [](Engine& engine, uint64_t ino) {
              const File::Attributes a = loaded(engine, ino)->attributes();
              return nb::make_tuple(a.size, a.allocated_bytes, a.mtime_ns, a.ctime_ns,
-                                   a.privileges_dropped, a.dirty);
+                                   a.privileges_dropped, a.dirty, a.only_longer);
            })
       .def(
           "set_times",

@@ -26,7 +26,8 @@ Status File::load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
 Status File::set_content(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
                          std::optional<std::string> content,
                          const std::vector<std::pair<uint32_t, std::string>>& segments) {
-  size_ = size;
+  size_ = committed_size_ = size;
+  replaced_ = false;
   mtime_ns_ = mtime_ns;
   ctime_ns_ = ctime_ns;
   for (const auto& [index, blob] : segments) {
@@ -77,6 +78,7 @@ File::Attributes File::attributes() {
   result.ctime_ns = ctime_ns_;
   result.privileges_dropped = privileges_dropped_;
   result.dirty = sequence_ != committed_sequence_;
+  result.only_longer = result.dirty && !replaced_;
   uint64_t blocks = map_.block_count();
   for (const auto& [chunk, chain] : chains_) {
     for (const Slot* slot : chain) blocks += slot->reserved.count();
@@ -139,6 +141,11 @@ uint64_t File::error_count() {
 void File::touch_times() {
   mtime_ns_ = ctime_ns_ = now_ns();
   ++sequence_;
+}
+
+void File::note_replaced(uint64_t offset) {
+  if (offset < committed_size_) replaced_ = true;
+  if (offset < std::max(committed_size_, snapshot_size_)) replaced_since_snapshot_ = true;
 }
 
 Slot* File::open_slot(uint64_t chunk) {

@@ -131,6 +131,7 @@ class File : public std::enable_shared_from_this<File> {
     int64_t ctime_ns = 0;
     bool privileges_dropped = false;
     bool dirty = false;
+    bool only_longer = false;  // dirty, and what is committed is a beginning of it
   };
   using DrainDone = std::function<void(int error, SnapshotData snapshot)>;
   using Done = std::function<void(int error)>;
@@ -222,6 +223,8 @@ class File : public std::enable_shared_from_this<File> {
                      const std::vector<std::pair<uint32_t, std::string>>& segments)
       REQUIRES(mutex_);
   void touch_times() REQUIRES(mutex_);
+  // Bytes from `offset` on are changed: committed ones, maybe.
+  void note_replaced(uint64_t offset) REQUIRES(mutex_);
   Slot* open_slot(uint64_t chunk) REQUIRES(mutex_);
   void attach(Slot* slot, uint64_t chunk) REQUIRES(mutex_);
   void detach(Slot* slot) REQUIRES(mutex_);
@@ -356,6 +359,10 @@ class File : public std::enable_shared_from_this<File> {
 
   uint64_t sequence_ GUARDED_BY(mutex_) = 0;            // grows with every change
   uint64_t committed_sequence_ GUARDED_BY(mutex_) = 0;  // the last change that the catalog holds
+  uint64_t committed_size_ GUARDED_BY(mutex_) = 0;
+  uint64_t snapshot_size_ GUARDED_BY(mutex_) = 0;
+  bool replaced_ GUARDED_BY(mutex_) = false;  // some of what is committed
+  bool replaced_since_snapshot_ GUARDED_BY(mutex_) = false;
   struct RecoveredTail {  // bytes that a truncation cut off, of the block that remains
     uint64_t begin;
     uint64_t end;

@@ -430,6 +430,8 @@ void File::note_state(SnapshotData* base) {
   base->size = size_;
   base->mtime_ns = mtime_ns_;
   base->ctime_ns = ctime_ns_;
+  snapshot_size_ = size_;
+  replaced_since_snapshot_ = false;
 }
 
 // What the catalog is to make current. `base` holds what was noted when the barrier began.
@@ -546,6 +548,8 @@ void File::committed(uint64_t sequence) {
   {
     const MutexLock lock(mutex_);
     committed_sequence_ = sequence;
+    committed_size_ = snapshot_size_;
+    replaced_ = replaced_since_snapshot_;
     snapshot_segments_.clear();
     snapshot_garbage_.clear();
     for (const auto& key : std::exchange(snapshot_dead_, {})) objects_.erase(key);

@@ -47,6 +47,10 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
                    bool trim) {
   const MutexLock lock(mutex_);
   recovered_slots_ = slots;
+  for (const StagedSlot& staged : slots) {
+    const uint64_t start = staged.record.chunk * placement_.chunk_bytes;
+    for (const auto& range : staged.slot->ranges.all()) note_replaced(start + range.begin);
+  }
   for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
     garbage_.push_back(extent);  // for now: all places ever seen
   }
@@ -86,6 +90,8 @@ void File::replay(const JournalEntry& entry) {
       for (const Extent& extent : entry.extents) {
         map_.assign(extent, nullptr);
         garbage_.push_back(extent);
+        // Of the block with the old end one cannot tell: mostly it has become longer.
+        if (extent.block < committed_size_ / kBlockBytes) note_replaced(0);
         const std::pair key{extent.place.device, extent.place.object};
         objects_.emplace(key, nullptr);
         if (!extent.place.unwritten) unflushed_[key] = object_ref(key.first, key.second);
@@ -97,12 +103,17 @@ void File::replay(const JournalEntry& entry) {
       inline_mode_ = false;
       break;
     case arena::Change::Erase:
-      for (const Extent& range : entry.extents) map_.erase(range.block, range.count, nullptr);
+      for (const Extent& range : entry.extents) {
+        map_.erase(range.block, range.count, nullptr);
+        note_replaced(range.block * kBlockBytes);
+      }
       break;
     case arena::Change::Truncate:
+      note_replaced(entry.state.size);
       replay_truncation(entry.state.size, entry.sequence);
       break;
     case arena::Change::Punch:
+      note_replaced(entry.begin);
       for (uint64_t at = entry.begin; at < std::min<uint64_t>(entry.end, inline_.size()); ++at) {
         inline_[at] = '\0';
       }

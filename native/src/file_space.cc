@@ -225,6 +225,7 @@ void File::shrink_staged(uint64_t size, Actions& actions) {
 }
 
 void File::shrink(uint64_t size, Actions& actions) {
+  note_replaced(size);
   size_ = size;
   touch_times();
   note_truncated();
@@ -259,6 +260,7 @@ void File::truncate(uint64_t size, Done done) {
       note_state_now();
       actions.add([done] { done(0); });
     } else if (inline_mode_) {
+      note_replaced(size);
       size_ = size;
       touch_times();
       note_truncated();
@@ -416,6 +418,7 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
     const MutexLock lock(mutex_);
     const uint64_t end = length > kFileBytesMax ? kFileBytesMax : offset + length;
     if (inline_mode_) {
+      note_replaced(offset);
       touch_times();
       punch_inline(offset, end);
       actions.add([done] { done(0); });
@@ -435,6 +438,7 @@ void File::punch(uint64_t offset, uint64_t length, Done done) {
 void File::punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actions) {
   const uint64_t first = blocks_up(offset);
   const uint64_t last = end / kBlockBytes;
+  note_replaced(offset);
   touch_times();
   if (first < last) {
     map_.erase(first, last - first, &garbage_);

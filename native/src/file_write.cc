@@ -330,6 +330,7 @@ Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payloa
       return outcome;
     }
   }
+  note_replaced(offset);
   if (extend) size_ = std::max(size_, offset + length);
   touch_times();
   for (ChunkPiece& piece : pieces) apply(piece, payload, lease, actions);

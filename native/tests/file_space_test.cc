@@ -219,4 +219,53 @@ TEST_CASE("a file with unsaved bytes or handles is not unloaded") {
   CHECK(engine.unload(1).ok());
 }
 
+TEST_CASE("file: what only became longer is told from what was changed") {
+  for (const uint64_t size : {100ULL, 300'000ULL}) {  // inline, and on devices
+    CAPTURE(size);
+    EngineFixture fixture(EngineOptions{});
+    const auto file = fixture.load(1);
+    const auto longer = [&] { return file->attributes().only_longer; };
+    const auto write = [&](uint64_t offset) { REQUIRE(fixture.write(*file, offset, "more") == 0); };
+    const auto commit = [&] { REQUIRE(fixture.commit(*file, false) == 0); };
+    CHECK_FALSE(longer());
+    REQUIRE(fixture.write(*file, 0, random_bytes(size, 1)) == 0);
+    write(10);  // nothing of it is committed
+    CHECK(longer());
+    commit();
+    CHECK_FALSE(longer());  // nor is it changed
+    write(size);
+    CHECK(longer());
+    write(size - 1);
+    CHECK_FALSE(longer());
+    write(size + 100);
+    CHECK_FALSE(longer());
+    commit();
+    REQUIRE(fixture.truncate(*file, size + 200) == 0);
+    CHECK(longer());
+    REQUIRE(fixture.truncate(*file, size + 199) == 0);
+    CHECK(longer());
+    REQUIRE(fixture.truncate(*file, size + 50) == 0);
+    CHECK_FALSE(longer());
+    commit();
+    REQUIRE(fixture.punch(*file, size, 10) == 0);
+    CHECK_FALSE(longer());
+    commit();
+    // Between a drain and its commit.
+    write(size + 50);
+    SnapshotData snapshot;
+    REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+    write(size + 51);
+    fixture.make_current(*file, snapshot);
+    CHECK_FALSE(longer());
+    commit();
+    write(size + 55);
+    REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+    write(size + 59);
+    fixture.make_current(*file, snapshot);
+    CHECK(longer());
+    REQUIRE(fixture.truncate(*file, 0) == 0);
+    CHECK_FALSE(longer());
+  }
+}
+
 }  // namespace fpfs::testing

@@ -55,12 +55,14 @@ class Rig:
             object_base=self.catalog.object_base,
         )
         self.engine = MemoryEngine(config, devices=devices)
+        policy = Policy(devices=(0, 1), chunk_bytes=65536, ack=ack)
         self.inodes = InodeTable(catalog=self.catalog, engine=self.engine)
         self.commit = Commit(
             catalog=self.catalog,
             engine=self.engine,
             inodes=self.inodes,
             ack=ack,
+            is_whole=policy.is_whole,
             durable_within_s=durable_within_s,
         )
         self.requests = Requests(self.catalog)
@@ -70,7 +72,7 @@ class Rig:
             inodes=self.inodes,
             commit=self.commit,
             requests=self.requests,
-            policy=Policy(devices=(0, 1), chunk_bytes=65536, ack=ack),
+            policy=policy,
             device_paths={0: folder, 1: folder},
         )
 

@@ -521,3 +521,40 @@ async def test_many_small_files_share_transactions(tmp_path: Path) -> None:
         assert statistics.committed == 200
         assert statistics.transactions < 100
         assert statistics.pending == 0
+
+
+@trio.testing.trio_test
+async def test_what_stays_open_and_becomes_longer_is_committed_in_time(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A log that is made, and one that is appended to; not a checkpoint, nor what is rewritten."""
+    good = b"good" * 10_000
+    async with rig(tmp_path) as mount:
+        for name in ("appended.log", "rewritten.log", "cut.log", "rewritten.pt"):
+            await mount.write_file(name, good)
+        await mount.commit.flush_all()
+        handles = {name: await mount.create(name) for name in ("made.log", "made.pt")}
+        for name in ("appended.log", "rewritten.log"):
+            handles[name] = await mount.open(name, flags=os.O_WRONLY)
+        for name in ("cut.log", "rewritten.pt"):
+            handles[name] = await mount.open(name, flags=os.O_WRONLY | os.O_TRUNC)
+        for name, handle in handles.items():
+            at = len(good) if name == "appended.log" else 0
+            mount.engine.write(handle, at, b"more")
+        for _ in range(2):
+            await trio.sleep(31)
+            sizes = {name: await committed_size(mount, name) for name in handles}
+            assert sizes == {
+                "made.log": 4,
+                "made.pt": 0,
+                "appended.log": len(good) + 4,
+                "rewritten.log": len(good),
+                "cut.log": len(good),
+                "rewritten.pt": len(good),
+            }
+        mount.engine.write(handles["made.log"], 4, b"again")
+        await trio.sleep(31)
+        assert await committed_size(mount, "made.log") == 9
+        count = mount.commit.statistics().committed
+        await trio.sleep(100)
+        assert mount.commit.statistics().committed == count
