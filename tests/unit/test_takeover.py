@@ -1,0 +1,80 @@
+"""What is taken over after a content was put aside, when the arena was not told of it any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio.testing
+
+from fpfs.core.engine import Left, LeftChanges
+from fpfs.daemon.catalog_aside import list_noted, list_partials
+from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
+from tests.support.rig import LARGE, Rig, rig
+
+NOTED = 77
+"""What the memory engine, which has no arena, is made to have noted."""
+
+GOOD, TORN = b"good" * LARGE, b"torn" * LARGE
+
+
+async def put_aside(mount: Rig) -> int:
+    """Let a writer be killed in the middle; returns the inode that it wrote to."""
+    await mount.write_file("step.pt", GOOD)
+    await mount.commit.flush_all()
+    handle = await mount.open("step.pt", flags=os.O_WRONLY | os.O_TRUNC)
+    mount.engine.write(handle, 0, TORN)
+    mount.engine.kernel_releases(handle, killed_by=signal.SIGKILL)
+    mount.namespace.catch_up()
+    await mount.commit.flush_all()
+    assert await mount.read_file("step.pt") == GOOD
+    return (await mount.resolve("step.pt")).ino
+
+
+class Arena(MemoryEngine):
+    """An engine that finds changes of an inode, and says what becomes of them."""
+
+    changed: Sequence[LeftChanges] = ()
+
+    def left(self) -> Left:
+        """What the arena still has."""
+        return Left([], self.changed)
+
+    async def recover(self, ino: int, *, trim: bool) -> None:
+        """Note it."""
+        self.calls.append(("recover", ino, trim))
+
+    def abandon(self, ino: int) -> None:
+        """Note it."""
+        self.calls.append(("abandon", ino))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "what"), [(NOTED - 1, "abandon"), (NOTED, "abandon"), (NOTED + 1, "recover")]
+)
+@pytest.mark.parametrize("is_successor", [False, True])
+@trio.testing.trio_test
+async def test_what_was_put_aside_is_not_taken_over_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sequence: int,
+    what: str,
+    is_successor: bool,
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        ino = await put_aside(mount)
+        await mount.catalog.write(lambda t: t.execute("UPDATE partials SET noted = ?", (NOTED,)))
+    monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, sequence, signal.SIGKILL)])
+    async with rig(tmp_path, devices=devices, is_successor=is_successor) as mount:
+        assert [call[:2] for call in mount.engine.calls if call[0] in ("abandon", "recover")] == [
+            (what, ino)
+        ]
+        assert await mount.catalog.read(list_noted) == {}
+        (partial,) = await mount.catalog.read(list_partials)
+        assert (partial.path, partial.size) == (b"step.pt", len(TORN))
+        assert await mount.read_file("step.pt") == GOOD
