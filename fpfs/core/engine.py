@@ -385,9 +385,9 @@ class NativeEngine:
     def _deliver(self, event: tuple[Any, ...]) -> None:
         match event:
             case ("drained" | "done", ticket, error, *payload):
-                self._waiting.pop(ticket).set(error, payload[0] if payload else None)
+                self._complete(ticket, error, payload[0] if payload else None)
             case ("dropped", ticket, objects):
-                self._waiting.pop(ticket).set(0, objects)
+                self._complete(ticket, 0, objects)
             case ("sync_write", ticket, ino):
                 self._send.send_nowait(SyncWrite(ticket, ino))
             case ("log", level, message):
@@ -396,6 +396,14 @@ class NativeEngine:
                 self._send.send_nowait(ChannelClosed(error))
             case ("released",):
                 self._send.send_nowait(HandlesReleased())
+
+    def _complete(self, ticket: int, error: int, payload: Any) -> None:
+        """Wake the waiter; `close`, which lets operations end, has woken all that were left."""
+        completion = self._waiting.pop(ticket, None)
+        if completion is not None:
+            completion.set(error, payload)
+        else:
+            assert self._closed, f"nobody ever waited for operation {ticket}"
 
     async def _completion(self, ticket: int) -> Any:
         """Wait for the event of `ticket`; its result is kept even when the waiter is cancelled."""

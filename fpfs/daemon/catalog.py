@@ -73,7 +73,8 @@ class Catalog:
         self.object_base = int(values["object_base"]) + 1
         """A number that no earlier mount had, from which object names are made."""
         self.ended_cleanly = bool(values.get(ENDED_CLEANLY, 1))
-        """Whether the last server closed the catalog, which a server that dies does not."""
+        """Whether nothing is left of a server that died, which did not close the catalog. Who has
+        seen to what it left sets this; `close` tells it to the next server."""
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(
             "UPDATE filesystem SET value = ? WHERE name = 'object_base'", (self.object_base,)
@@ -271,7 +272,7 @@ class Catalog:
         """Finish what is queued, copy the log into the database, stop the thread."""
         if self._closed:
             return
-        if self._flush_error is None:
+        if self._flush_error is None and self.ended_cleanly:
             with contextlib.suppress(OSError):  # it is opened as after a crash then
                 await self.write_urgently(_note_clean_end)
         self._closed = True

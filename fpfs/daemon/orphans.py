@@ -5,6 +5,7 @@ had some. After a clean unmount there are none, so that a mount after one looks 
 
 Invariants:
   * Only objects of earlier servers are looked at: their ids are smaller than this one's.
+  * Whoever ends it in the middle leaves the rest to the next mount, which must look for it.
   * An object is removed only if the catalog does not name it and no loaded inode holds it.
 
 Concurrency: one coroutine in the background; folders are listed in threads.
@@ -41,6 +42,7 @@ async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceD
     for device in devices:
         ids = await trio.to_thread.run_sync(_list_ids, device.objects_path, id_end)
         for first in range(0, len(ids), BATCH):
+            await trio.lowlevel.checkpoint_if_cancelled()
             count += await _collect_batch(
                 catalog, engine, device.number, ids[first : first + BATCH]
             )
@@ -60,7 +62,9 @@ async def _collect_batch(catalog: Catalog, engine: Engine, device: int, ids: Seq
     ]
     if orphans:
         try:
-            await engine.remove_objects(orphans)
+            # An unmount that comes now waits for these: the engine is closed after it.
+            with trio.CancelScope(shield=True):
+                await engine.remove_objects(orphans)
         except OSError as error:
             log.warning("objects that no version refers to stay on device %d: %s", device, error)
             return 0

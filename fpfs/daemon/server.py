@@ -193,6 +193,7 @@ class Server:
         await orphans.collect(
             catalog=self._catalog, engine=self._engine, devices=self._devices.devices
         )
+        self._catalog.ended_cleanly = True
 
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""

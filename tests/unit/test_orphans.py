@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import trio.testing
 
-from fpfs.core.engine import ObjectId
+from fpfs.core.engine import DeviceConfig, EngineConfig, NativeEngine, ObjectId
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_schema import row_crc
 from fpfs.daemon.devices import DeviceDirectory
@@ -68,12 +70,62 @@ async def test_what_an_open_file_holds_stays(tmp_path: Path) -> None:
         assert await collect(catalog=mount.catalog, engine=mount.engine, devices=[device]) == 0
 
 
+@trio.testing.trio_test
+async def test_an_end_waits_for_the_objects_that_are_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = DeviceDirectory(0, str(tmp_path), "a")
+    monkeypatch.setattr("fpfs.daemon.orphans.BATCH", 2)
+    async with rig(tmp_path) as mount:
+        mount.catalog.object_base = 4
+        for id_ in range(OLD, OLD + 4):
+            make_object(device, id_)
+        remove_objects = mount.engine.remove_objects
+        with trio.CancelScope() as end:
+
+            async def end_and_remove(objects: Sequence[ObjectId]) -> None:
+                end.cancel()
+                await remove_objects(objects)
+
+            monkeypatch.setattr(mount.engine, "remove_objects", end_and_remove)
+            await collect(catalog=mount.catalog, engine=mount.engine, devices=[device])
+        assert end.cancelled_caught
+        removed = [call for call in mount.engine.calls if call[0] == "remove_objects"]
+        assert removed == [("remove_objects", (ObjectId(0, OLD), ObjectId(0, OLD + 1)))]
+
+
+@trio.testing.trio_test
+async def test_an_engine_closes_while_it_removes_what_nobody_waits_for(tmp_path: Path) -> None:
+    device = DeviceDirectory(0, str(tmp_path), "a")
+    paths = [make_object(device, id_) for id_ in range(OLD, OLD + 2000)]
+    config = EngineConfig(
+        devices=(DeviceConfig(number=0, path=device.objects_path),),
+        arena_path=str(tmp_path / "arena"),
+        filesystem_id="test",
+        staging_bytes=16 * 1024 * 1024,
+        object_base=4,
+    )
+    async with trio.open_nursery() as nursery:
+        engine = NativeEngine(config)
+        nursery.start_soon(engine.run)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as waiting:
+                ids = [ObjectId(0, id_) for id_ in range(OLD, OLD + 2000)]
+                waiting.start_soon(engine.remove_objects, ids)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        await trio.to_thread.run_sync(engine.close)
+    assert not any(path.exists() for path in paths)
+
+
 def test_only_a_clean_end_is_noted_as_one(tmp_path: Path) -> None:
     seen = []
 
-    async def open_and_end(*, cleanly: bool) -> None:
+    async def open_and_end(*, cleanly: bool, collected: bool = False) -> None:
         catalog = Catalog.open(tmp_path / "catalog.db")
         seen.append(catalog.ended_cleanly)
+        if collected:
+            catalog.ended_cleanly = True
         if cleanly:
             await catalog.close()
         else:
@@ -83,8 +135,11 @@ def test_only_a_clean_end_is_noted_as_one(tmp_path: Path) -> None:
     async def run() -> None:
         async with rig(tmp_path):
             pass
-        for cleanly in (True, False, False, True, True):
+        for cleanly in (True, False, False, True):
             await open_and_end(cleanly=cleanly)
+        # The last one ended before it had collected what the dead ones left.
+        await open_and_end(cleanly=True, collected=True)
+        await open_and_end(cleanly=True)
 
     trio.run(run)
-    assert seen == [True, True, False, False, True]
+    assert seen == [True, True, False, False, False, True]
