@@ -354,6 +354,10 @@ void NativeDevice::close() {
   files_.clear();
   backend_->stop();
   reaper_.stop();
+  // A mount after a clean end looks for no object that came back with the loss of power.
+  if (const int error = directory_.sync_removals(); error != 0) {
+    log(kLogWarning, name() + ": removed objects may come back: " + error_text(-error));
+  }
 }
 
 void NativeDevice::log_once(std::atomic<bool>* said, const std::string& message) {

@@ -22,7 +22,7 @@ constexpr const char* kProbeName = ".direct-probe";
 
 std::string folder_name(uint64_t id) {
   std::array<char, 8> name;
-  std::snprintf(name.data(), name.size(), "%02x", static_cast<unsigned>(id & 0xff));
+  std::snprintf(name.data(), name.size(), "%02x", static_cast<unsigned>(id % kFolders));
   return name.data();
 }
 
@@ -108,10 +108,23 @@ int ObjectDirectory::create_object(uint64_t id) {
   return open_at(folder.get(), object_name(id).c_str(), flags, 0600);
 }
 
-int ObjectDirectory::remove_object(uint64_t id) const {
+int ObjectDirectory::remove_object(uint64_t id) {
   const FileDescriptor folder = open_folder(id);
   if (!folder) return -errno;
-  return ::unlinkat(folder.get(), object_name(id).c_str(), 0) == 0 ? 0 : -errno;
+  if (::unlinkat(folder.get(), object_name(id).c_str(), 0) != 0) return -errno;
+  removed_from_[id % kFolders].store(true);
+  return 0;
+}
+
+int ObjectDirectory::sync_removals() {
+  int result = 0;
+  for (uint64_t id = 0; id < kFolders; ++id) {
+    if (!removed_from_[id].exchange(false)) continue;
+    const FileDescriptor folder = open_folder(id);
+    const int error = folder ? sync_directory(folder.get()) : -errno;
+    if (error < 0) result = error;
+  }
+  return result;
 }
 
 int ObjectDirectory::sync_names(const std::vector<uint64_t>& ids) {

@@ -7,6 +7,8 @@
 // a negative errno.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,6 +17,8 @@
 #include "status.h"
 
 namespace fpfs {
+
+inline constexpr uint64_t kFolders = 256;
 
 enum class OpenMode { ReadWrite, ReadOnly };
 
@@ -26,11 +30,13 @@ class ObjectDirectory {
   bool direct() const { return direct_; }
 
   int open_object(uint64_t id, OpenMode mode) const;
-  int remove_object(uint64_t id) const;
+  int remove_object(uint64_t id);
   // Makes an empty object. Its name is durable only after sync_names(). One thread at a time for
   // these two.
   int create_object(uint64_t id);
   int sync_names(const std::vector<uint64_t>& ids);
+  // Makes durable that the objects removed so far are gone.
+  int sync_removals();
   // Bytes that an unprivileged writer may still use, or a negative errno.
   int64_t bytes_free() const;
 
@@ -41,7 +47,8 @@ class ObjectDirectory {
 
   FileDescriptor root_;
   bool direct_ = false;
-  bool folder_made_ = false;  // since the last sync_names()
+  bool folder_made_ = false;                                // since the last sync_names()
+  std::array<std::atomic<bool>, kFolders> removed_from_{};  // since the last sync_removals()
 };
 
 }  // namespace fpfs

@@ -139,6 +139,26 @@ TEST_CASE_TEMPLATE("device: objects that were handed out are there after a power
   CHECK_FALSE(std::filesystem::exists(lost));  // else this was no power failure
 }
 
+TEST_CASE_TEMPLATE("device: what was removed before a clean end stays away after a power failure",
+                   T, Ext4, Xfs) {
+  LoopMount mount(T::name, T::make, T::image_bytes);
+  if (!mount.ready()) return;
+  DeviceConfig config;
+  config.path = mount.path();
+  auto device = open_device(config);
+  std::array<uint64_t, 3> ids{};
+  for (uint64_t& id : ids) id = create(*device).id;
+  for (const uint64_t id : ids) CHECK(testing::remove(*device, id) == 0);
+  device->close();
+  REQUIRE(mount.shut_down());
+  device.reset();
+  REQUIRE(mount.mount_again());
+  // Nor those that were kept ready.
+  for (uint64_t id = 1; id < ids.back() + 20; ++id) {
+    CHECK_FALSE(std::filesystem::exists(object_path(mount.path(), id)));
+  }
+}
+
 TEST_CASE_TEMPLATE("device: flushed bytes are there after a power failure", T, Ext4, Xfs) {
   for (const IoBackend backend : {IoBackend::IoUring, IoBackend::Threads}) {
     LoopMount mount(T::name, T::make, T::image_bytes);
