@@ -202,14 +202,24 @@ class Commit:
                 raise entry.error
 
     async def make_durable(self, inode: Inode) -> None:
-        """Commit what was written so far and make it survive power loss, as fsync(2)."""
+        """Commit what was written so far and make it survive power loss, as fsync(2).
+
+        So it is with all that was closed before, also where the inode itself has nothing new.
+        """
+        closed = self._queue[-1] if self._queue else None
         await self.make_current(inode)
+        if closed is not None:
+            await self._wait_done(closed)
         await self._catalog.make_durable()
+
+    async def wait_queued(self) -> None:
+        """Return when every version queued so far is current, or given up."""
+        if self._queue:
+            await self._wait_done(self._queue[-1])
 
     async def make_names_durable(self) -> None:
         """Make all names, and every version queued so far, survive power loss, as fsync(dir)."""
-        if self._queue:
-            await self._wait_done(self._queue[-1])
+        await self.wait_queued()
         await self._catalog.make_durable()
 
     async def wait_put_aside(self, inode: Inode) -> None:

@@ -3,8 +3,9 @@
 Invariants:
   * Attributes of directories in memory change when the catalog's transaction is delivered, in its
     order, together with the inode that was made, linked or removed.
-  * A rename of content that is pending commits it first, so that after a crash the new name never
-    shows a content older than the one that was renamed.
+  * A rename waits until everything that was closed before is current, and pending content of what
+    moves, too: after a crash the new name never shows a content older than the one that was
+    renamed, nor does a pointer name what is not there.
 
 Concurrency: trio thread only. Checks and changes are one catalog transaction.
 """
@@ -258,7 +259,8 @@ class Entries:
     ) -> None:
         """Move a name; each place is (directory, name). Meanings and errors as renameat2(2).
 
-        Waits until pending content of what moves is on the devices and current.
+        Waits until what was closed before, and pending content of what moves, is on the devices
+        and current.
         """
         _check_name(source[1])
         _check_name(destination[1])
@@ -296,6 +298,8 @@ class Entries:
         inode = None if row is None else self._inodes.cached(row.ino)
         if inode is not None and inode.is_regular:
             await self._commit.make_current(inode)
+        # Whatever moves, a pointer or a folder, is not seen without what was closed before.
+        await self._commit.wait_queued()
 
     def _renamed(
         self, done: Renamed, from_directory: Inode, to_directory: Inode, now_ns: int

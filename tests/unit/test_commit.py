@@ -379,6 +379,31 @@ async def test_a_rename_of_pending_content_commits_it_first(tmp_path: Path) -> N
         assert await committed_size(mount, "good") == 22
 
 
+@pytest.mark.parametrize("moved", ["pointer", "folder", "symlink"])
+@trio.testing.trio_test
+async def test_a_rename_comes_after_everything_that_was_closed(moved: str, tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("pointer", b"names the checkpoint")
+        await mount.make_directory("folder")
+        entries = mount.namespace.entries
+        await entries.make_symlink(ROOT, b"symlink", target=b"checkpoint", caller=SUPERUSER)
+        await mount.commit.flush_all()
+        await mount.write_file("folder/checkpoint", bytes(LARGE))
+        await entries.rename((ROOT, moved.encode()), (ROOT, b"latest"), RenameMode.REPLACE)
+        path = "latest/checkpoint" if moved == "folder" else "folder/checkpoint"
+        assert await committed_size(mount, path) == LARGE
+
+
+@trio.testing.trio_test
+async def test_fsync_of_what_is_clean_makes_durable_what_was_closed_before(tmp_path: Path) -> None:
+    async with rig(tmp_path, durable_within_s=3600) as mount:
+        clean = await mount.create("clean")
+        await mount.write_file("closed", bytes(LARGE))
+        await mount.namespace.files.sync(clean)
+        assert await committed_size(mount, "closed") == LARGE
+        assert mount.catalog.all_durable
+
+
 @trio.testing.trio_test
 async def test_a_truncation_without_handle_is_a_version(tmp_path: Path) -> None:
     devices = MemoryDevices()
