@@ -134,6 +134,12 @@ KILLS ?= 200
 kill: setup ## Kill the server KILLS times under programs that use the mount
 	$(VENV)/bin/python -m tests.crash.kill --kills $(KILLS)
 
+CUTS ?= 2000
+SEED ?=
+.PHONY: crash
+crash: setup ## Cut the power of recorded programs CUTS times, mount what is left, check the promises
+	$(VENV)/bin/python -m tests.crash.power_cut --cuts $(CUTS) $(if $(SEED),--seed $(SEED))
+
 SOAK_SECONDS ?= 300
 .PHONY: soak
 soak: setup ## Random operations on a mount and a plain directory, compared, for minutes

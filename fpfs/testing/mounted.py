@@ -68,9 +68,13 @@ def run_fpfs(
     )
 
 
-def check_fpfs(*arguments: str | Path, module: str = "fpfs.cli.main") -> str:
+def check_fpfs(
+    *arguments: str | Path,
+    module: str = "fpfs.cli.main",
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run ``fpfs`` and return what it printed; `CommandFailed` unless it succeeds."""
-    done = run_fpfs(*arguments, module=module)
+    done = run_fpfs(*arguments, module=module, environment=environment)
     if done.returncode != 0:
         words = " ".join(str(argument) for argument in arguments)
         raise CommandFailed(f"{module} {words}: {done.returncode}\n{done.stdout}{done.stderr}")
@@ -83,9 +87,15 @@ class Mount:
     is_fpfs = True
 
     def __init__(
-        self, folder: Path, *, devices: Sequence[Path], options: Sequence[str], staging: str
+        self,
+        folder: Path,
+        *,
+        devices: Sequence[Path],
+        options: Sequence[str],
+        staging: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Name the places; nothing is mounted yet."""
+        """Name the places; nothing is mounted yet. The servers get `environment` added to ours."""
         self.folder = folder
         self.root = folder / "mount"
         self.devices = tuple(devices)
@@ -93,6 +103,7 @@ class Mount:
         self.server_pid = 0
         self.keeper_pid = 0
         self._options = (f"staging={staging}", *options)
+        self._environment = environment
         self._expected: list[re.Pattern[str]] = []
         self._allowed: list[re.Pattern[str]] = []
         if os.geteuid() != 0:
@@ -103,7 +114,8 @@ class Mount:
         """Mount; returns when the mount answers."""
         devices = [word for device in self.devices for word in ("-d", str(device))]
         options = ",".join(self._options)
-        check_fpfs("mount", *devices, "-o", options, "--log", self.log, self.root)
+        words = ["mount", *devices, "-o", options, "--log", str(self.log), str(self.root)]
+        check_fpfs(*words, environment=self._environment)
         live_mounts.append(self)
         self.note_processes()
 
@@ -250,15 +262,21 @@ def mounted(
     options: Sequence[str] = (),
     staging: str = STAGING_DEFAULT,
     parent: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Mount]:
     """A fresh filesystem over `devices` fresh directories (or the given ones), mounted.
 
     `options` are words for ``-o``. The folder lies in `parent`, or where temporary files do.
+    `environment` is added to that of the servers.
     """
     folder = Path(tempfile.mkdtemp(prefix="fpfs-test-", dir=parent))
     folder.chmod(0o755)
     mount = Mount(
-        folder, devices=_device_folders(folder, devices), options=options, staging=staging
+        folder,
+        devices=_device_folders(folder, devices),
+        options=options,
+        staging=staging,
+        environment=environment,
     )
     mount.root.mkdir()
     try:

@@ -1,0 +1,149 @@
+"""Images of devices after a power cut, mounted by the product itself and looked at.
+
+The server is not started as a command: a process that has everything imported becomes keeper and
+server by the same functions (`fpfs.daemon.process.run`), which takes a tenth of the time.
+
+Concurrency: the caller has one thread, since it forks.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.mounts import mount_at
+from fpfs.core.options import MountOptions
+from fpfs.core.refusal import Refused
+from fpfs.daemon import process
+from fpfs.daemon.launch import Readiness, prepare, stop
+from fpfs.daemon.mounting import abort_connection, unmount
+from fpfs.daemon.places import arena_path
+from fpfs.daemon.stamp import read_stamp
+
+OPTIONS = MountOptions(staging_bytes=16 * 1024 * 1024, chunk_bytes=128 * 1024, adopt=True)
+"""How images are mounted: they lie elsewhere than what was recorded, so `adopt`."""
+
+
+class Violation(AssertionError):
+    """A promise that a power cut broke."""
+
+
+class MountRefused(Violation):
+    """What was left cannot be mounted."""
+
+
+class MountedImage:
+    """A mount of an image; leaving the block unmounts it in good order, or by force."""
+
+    def __init__(self, devices: Sequence[Path], folder: Path) -> None:
+        """Nothing is mounted yet."""
+        self.devices = devices
+        self.root = folder / "mount"
+        self.log = folder / "server.log"
+        self._keeper_pid = 0
+
+    def __enter__(self) -> MountedImage:
+        """Mount; raises `MountRefused`."""
+        self.root.mkdir(exist_ok=True)
+        self.log.unlink(missing_ok=True)
+        ready, ready_writer = os.pipe2(os.O_CLOEXEC)
+        self._keeper_pid = os.fork()
+        if self._keeper_pid == 0:
+            os.close(ready)
+            self._be_keeper(ready_writer)
+        os.close(ready_writer)
+        with open(ready, "rb") as reader:
+            line = reader.readline()
+        readiness = msgspec.json.decode(line, type=Readiness) if line else None
+        if readiness is None or readiness.refusal is not None:
+            self._forget()
+            why = readiness.refusal if readiness is not None else "the server died"
+            raise MountRefused(f"the mount is refused: {why}\n{self.log.read_text()}")
+        return self
+
+    def _be_keeper(self, ready_fd: int) -> None:
+        """Become keeper and server: never returns."""
+        status = 1
+        try:
+            os.setsid()
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.set_inheritable(ready_fd, True)
+            config = prepare(
+                mountpoint=str(self.root),
+                devices=[str(device) for device in self.devices],
+                options=OPTIONS,
+                log=str(self.log),
+                ready_fd=ready_fd,
+            )
+            status = process.run(config)
+        finally:
+            os._exit(status)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Unmount, and leave nothing behind whatever happened."""
+        if kind is None:
+            final = stop(str(self.root))
+            if final.failures:
+                raise Violation(f"not everything could be kept: {final.failures}")
+        self._forget()
+
+    def flush(self) -> None:
+        """Make everything durable, and have space given back."""
+        with ControlClient(find_fpfs(str(self.root), asked="flush"), asked="flush") as client:
+            client.ask(Verb.FLUSH, Flushed)
+
+    def _forget(self) -> None:
+        entry = mount_at(str(self.root))
+        if entry is not None and entry.is_fpfs:
+            abort_connection(entry.device)
+            try:
+                unmount(entry.mountpoint, lazy=True)
+            except Refused:
+                assert mount_at(str(self.root)) is None, f"{self.root} cannot be unmounted"
+        os.waitpid(self._keeper_pid, 0)
+        stamp = read_stamp(str(self.devices[0]), asked="clean up")
+        if stamp is not None:
+            Path(arena_path(stamp.filesystem_id)).unlink(missing_ok=True)
+
+
+def check_log(image: MountedImage) -> None:
+    """Nothing in the server's log says that something was wrong."""
+    bad = [line for line in image.log.read_text().splitlines() if _is_bad(line)]
+    if bad:
+        raise Violation(f"the server's log says: {bad}")
+
+
+def _is_bad(line: str) -> bool:
+    words = line.split(" ", 2)
+    return len(words) > 1 and words[1] in ("WARNING", "ERROR", "CRITICAL")
+
+
+def check_at_rest(devices: Sequence[Path]) -> None:
+    """After a clean unmount: the catalog is sound, and the objects are those that it names."""
+    connection = sqlite3.connect(f"file:{devices[0] / 'catalog.db'}?mode=ro", uri=True)
+    try:
+        (integrity,) = connection.execute("PRAGMA integrity_check").fetchone()
+        named = set(connection.execute("SELECT device, id FROM objects").fetchall())
+        (removals,) = connection.execute("SELECT count(*) FROM removals").fetchone()
+    finally:
+        connection.close()
+    if integrity != "ok":
+        raise Violation(f"the catalog is damaged: {integrity}")
+    there = {
+        (number, int(path.name, 16))
+        for number, device in enumerate(devices)
+        for path in (device / "objects").glob("??/*")
+    }
+    if there != named:
+        raise Violation(
+            f"objects without a name: {sorted(there - named)}, missing: {sorted(named - there)}"
+        )
+    if removals:
+        raise Violation(f"{removals} removals are still to be done after a flush")

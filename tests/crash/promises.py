@@ -1,0 +1,236 @@
+"""What may be found on a mount after a power cut, by what its programs had been promised.
+
+The catalog is a log of transactions, and a cut leaves a prefix of it. What one program did appears
+there as two rows, each in the program's order: changes of names, when they are answered, and
+versions, after the close (or fsync) that ended them. So after a cut there must be numbers n and c
+such that the program's folder is what the first n changes of names and the first c versions make
+it: every file whole, in one of its versions, or empty when it was created and never committed.
+
+Not every pair is allowed:
+
+  * What had not begun before the cut is not there.
+  * What was made durable before the cut is there: by fsync of a file or folder, fpfs-ctl wait and
+    fpfs-ctl flush.
+  * A version is there only with all changes of names that were answered before it ended.
+  * A rename is there only with all versions that had ended before it. So nobody finds a name that
+    was moved into place without what was saved before that.
+
+Concurrency: none; plain values.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tests.crash.recording import Event, Kind
+from tests.crash.workload import Word, digest_of
+
+NEVER = 1 << 62
+EMPTY = digest_of(b"")
+_CREATED_MODE = 0o644
+
+
+class Call(NamedTuple):
+    """A call of a program: its word, and the events at which it began and had returned."""
+
+    word: Word
+    begin: int
+    end: int
+
+
+class Entry(NamedTuple):
+    """What a path is: kind is file, folder or symlink; `file` is the program's number of it."""
+
+    kind: str
+    file: int = 0
+    mode: int = 0
+
+
+class Found(NamedTuple):
+    """What was found at a path."""
+
+    kind: str
+    mode: int = 0
+    digest: str = ""
+
+
+class History:
+    """The calls of one program, in order."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        """Sort them into names, versions and calls that make durable."""
+        self.names = [call for call in calls if call.word.name]
+        self.versions = [call for call in calls if call.word.ends_version]
+        self.durable = [call for call in calls if call.word.durable]
+        self._names_before = [_returned(self.names, call.begin) for call in self.versions]
+        """For each version: changes of names that were answered before it ended."""
+        self._versions_before = [
+            _returned(self.versions, call.begin) if call.word.name == "rename" else 0
+            for call in self.names
+        ]
+
+    def at_least(self, cut: int) -> tuple[int, int]:
+        """How many changes of names and versions must be there after a cut."""
+        names = versions = 0
+        for call in self.durable:
+            if call.end >= cut:
+                break
+            names = max(names, _returned(self.names, call.begin))
+            for number, version in enumerate(self.versions):
+                is_before = version.end < call.begin or version is call
+                if is_before and call.word.file in (0, version.word.file):
+                    versions = max(versions, number + 1)
+        return names, versions
+
+    def allowed(self, cut: int) -> Iterator[tuple[int, int]]:
+        """All pairs (n, c) that a cut may leave, by n."""
+        names_min, versions_min = self.at_least(cut)
+        names_max = _begun(self.names, cut)
+        versions_max = _begun(self.versions, cut)
+        for names in range(names_min, names_max + 1):
+            least = max([versions_min, *self._versions_before[:names]])
+            for versions in range(least, versions_max + 1):
+                if max([0, *self._names_before[:versions]]) <= names:
+                    yield names, versions
+
+
+def _returned(calls: Sequence[Call], event: int) -> int:
+    """How many calls had returned before an event."""
+    return sum(call.end < event for call in calls)
+
+
+def _begun(calls: Sequence[Call], event: int) -> int:
+    return sum(call.begin < event for call in calls)
+
+
+def read_histories(events: Sequence[Event]) -> dict[int, History]:
+    """The calls of all programs, from their words in the log, by program."""
+    begun: dict[tuple[int, int], tuple[Word, int]] = {}
+    calls: dict[int, list[Call]] = {}
+    for number, event in enumerate(events):
+        if event.operation.kind is not Kind.MARK:
+            continue
+        word = msgspec.json.decode(event.operation.data, type=Word)
+        key = (word.program, word.number)
+        if not word.returned:
+            begun[key] = (word, number)
+            continue
+        first, begin = begun.pop(key)
+        digest = word.digest or first.digest
+        call = Call(msgspec.structs.replace(first, digest=digest), begin, number)
+        calls.setdefault(word.program, []).append(call)
+    assert not begun, f"programs ended in the middle of calls: {begun}"
+    return {program: History(sorted(made, key=_begin)) for program, made in calls.items()}
+
+
+def _begin(call: Call) -> int:
+    return call.begin
+
+
+def names_after(calls: Sequence[Call]) -> dict[str, Entry]:
+    """What the changes of names make of an empty mount."""
+    tree: dict[str, Entry] = {}
+    for call in calls:
+        word = call.word
+        match word.name:
+            case "create":
+                tree[word.path] = Entry("file", word.file, _CREATED_MODE)
+            case "mkdir":
+                tree[word.path] = Entry("folder")
+            case "symlink":
+                tree[word.path] = Entry("symlink")
+            case "rename":
+                _rename(tree, word.path, word.other)
+            case "link":
+                tree[word.other] = tree[word.path]
+            case "chmod":
+                file = tree[word.path].file
+                for path, entry in tree.items():
+                    if entry.kind == "file" and entry.file == file:
+                        tree[path] = entry._replace(mode=word.mode)
+            case "remove" | "rmdir":
+                del tree[word.path]
+            case other:
+                raise AssertionError(f"no program changes names by {other}")
+    return tree
+
+
+def _rename(tree: dict[str, Entry], path: str, other: str) -> None:
+    """Move an entry, and what is in it."""
+    for inside in [found for found in tree if found == path or found.startswith(f"{path}/")]:
+        tree[other + inside.removeprefix(path)] = tree.pop(inside)
+
+
+def look(root: Path, folder: str) -> dict[str, Found]:
+    """What is in a program's folder, by path from the mount's root. Reads everything."""
+    found: dict[str, Found] = {}
+    todo = [root / folder] if (root / folder).exists() else []
+    while todo:
+        path = todo.pop()
+        status = path.lstat()
+        key = str(path.relative_to(root))
+        if stat.S_ISDIR(status.st_mode):
+            found[key] = Found("folder")
+            todo += path.iterdir()
+        elif stat.S_ISLNK(status.st_mode):
+            found[key] = Found("symlink")
+        else:
+            content = path.read_bytes()
+            assert len(content) == status.st_size, f"{key} has another size than stat says"
+            found[key] = Found("file", stat.S_IMODE(status.st_mode), digest_of(content))
+    return found
+
+
+def broken_promise(history: History, cut: int, found: dict[str, Found]) -> str:
+    """Why no allowed pair explains what was found, or an empty string."""
+    best: tuple[int, str] = (1 << 30, "nothing is allowed at all")
+    shapes: dict[int, dict[str, Entry]] = {}
+    for names, versions in history.allowed(cut):
+        if names not in shapes:
+            shapes.clear()
+            shapes[names] = names_after(history.names[:names])
+        digests = {call.word.file: call.word.digest for call in history.versions[:versions]}
+        wrong = _differences(shapes[names], digests, found)
+        if not wrong:
+            return ""
+        if len(wrong) < best[0]:
+            allowed = f"{names} changes of names and {versions} versions"
+            best = (len(wrong), f"nearest allowed: {allowed}; but {'; '.join(wrong[:8])}")
+    names_min, versions_min = history.at_least(cut)
+    return f"at least {names_min} names and {versions_min} versions were promised; {best[1]}"
+
+
+def dangling_pointer(
+    history: History, found: dict[str, Found], *, pointer: str, content: bytes
+) -> str:
+    """Why a pointer to a checkpoint names none that is whole, or an empty string.
+
+    The rules above imply this; it is what they are for.
+    """
+    path = content.decode()
+    if not path:
+        return ""  # made, and never committed
+    files = {call.word.file for call in history.names if call.word.path == path}
+    whole = {call.word.digest for call in history.versions if call.word.file in files} - {EMPTY}
+    if path in found and found[path].digest in whole:
+        return ""
+    return f"{pointer} names {path}, which is {found.get(path, 'not there')}"
+
+
+def _differences(
+    expected: dict[str, Entry], digests: dict[int, str], found: dict[str, Found]
+) -> list[str]:
+    wrong = [f"{path} is there" for path in sorted(found.keys() - expected.keys())]
+    wrong += [f"{path} is missing" for path in sorted(expected.keys() - found.keys())]
+    for path, entry in expected.items():
+        if path not in found:
+            continue
+        digest = digests.get(entry.file, EMPTY) if entry.kind == "file" else ""
+        if found[path] != Found(entry.kind, entry.mode, digest):
+            wrong.append(f"{path} is {found[path]} instead of {entry} {digest}")
+    return wrong

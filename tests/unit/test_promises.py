@@ -1,0 +1,145 @@
+"""The judge of power cuts: what it lets pass, and what it calls broken.
+
+A history here is a row of calls, each a word and its place: begun at 10, 20, …, returned 5 later.
+"""
+
+from __future__ import annotations
+
+from tests.crash.promises import (
+    EMPTY,
+    Call,
+    Entry,
+    Found,
+    History,
+    broken_promise,
+    dangling_pointer,
+    names_after,
+)
+from tests.crash.workload import Word
+
+MODE = 0o644
+
+
+def history(*about: dict[str, object]) -> History:
+    """The calls of a program."""
+    calls = []
+    for number, words in enumerate(about, start=1):
+        word = Word(program=0, number=number, **words)  # type: ignore[arg-type]
+        calls.append(Call(word, 10 * number, 10 * number + 5))
+    return History(calls)
+
+
+def create(path: str, file: int) -> dict[str, object]:
+    return {"name": "create", "path": path, "file": file}
+
+
+def close(file: int, digest: str) -> dict[str, object]:
+    return {"ends_version": True, "file": file, "digest": digest}
+
+
+def fsync(file: int, digest: str) -> dict[str, object]:
+    return {**close(file, digest), "durable": True}
+
+
+def rename(path: str, other: str) -> dict[str, object]:
+    return {"name": "rename", "path": path, "other": other}
+
+
+SYNC_FOLDER: dict[str, object] = {"durable": True}
+
+
+def found(**digests: str) -> dict[str, Found]:
+    """Files, by name."""
+    return {path: Found("file", MODE, digest) for path, digest in digests.items()}
+
+
+def accepted(told: History, cut: int, *candidates: dict[str, Found]) -> list[bool]:
+    """Whether each of the candidates may be found after a cut."""
+    return [not broken_promise(told, cut, candidate) for candidate in candidates]
+
+
+def test_until_something_is_synced_all_of_the_past_may_be_there() -> None:
+    told = history(create("a", 1), close(1, "one"), close(1, "two"))
+    states = [found(), found(a=EMPTY), found(a="one"), found(a="two")]
+    assert accepted(told, 9, *states) == [True, False, False, False]
+    assert accepted(told, 12, *states) == [True, True, False, False]
+    assert accepted(told, 22, *states) == [True, True, True, False]
+    assert accepted(told, 99, *states) == [True, True, True, True]
+    assert accepted(told, 99, found(a="torn"), found(b="one")) == [False, False]
+
+
+def test_what_was_synced_is_there_once_that_was_answered() -> None:
+    told = history(create("a", 1), close(1, "one"), fsync(1, "two"), close(1, "three"))
+    states = [found(), found(a="one"), found(a="two"), found(a="three")]
+    assert accepted(told, 34, *states) == [True, True, True, False]
+    assert accepted(told, 36, *states) == [False, False, True, False]
+    assert accepted(told, 99, *states) == [False, False, True, True]
+
+
+def test_a_synced_folder_covers_names_and_versions() -> None:
+    told = history(create("a", 1), close(1, "one"), SYNC_FOLDER, create("b", 2))
+    states = [found(a=EMPTY), found(a="one"), found(a="one", b=EMPTY)]
+    assert accepted(told, 99, *states) == [False, True, True]
+
+
+def test_a_wait_for_one_file_covers_its_last_version() -> None:
+    waited = {"durable": True, "file": 1}
+    told = history(create("a", 1), create("b", 2), close(1, "one"), close(2, "two"), waited)
+    assert accepted(told, 99, found(a="one", b=EMPTY), found(a=EMPTY, b=EMPTY)) == [True, False]
+
+
+def test_versions_keep_their_order() -> None:
+    told = history(create("a", 1), create("b", 2), close(1, "one"), close(2, "two"))
+    states = [found(a="one", b=EMPTY), found(a=EMPTY, b="two"), found(a="one", b="two")]
+    assert accepted(told, 99, *states) == [True, False, True]
+
+
+def test_names_may_be_ahead_of_versions_but_not_behind() -> None:
+    told = history(create("a", 1), close(1, "one"), create("b", 2), close(2, "two"))
+    assert accepted(told, 99, found(a=EMPTY, b=EMPTY), found(a=EMPTY)) == [True, True]
+    # The second version is there, without the first one's name; then without the first one.
+    assert accepted(told, 99, found(b="two"), found(a=EMPTY, b="two")) == [False, False]
+
+
+def test_a_rename_is_not_ahead_of_versions() -> None:
+    told = history(
+        create("a", 1), create("b", 2), close(1, "one"), close(2, "two"), rename("b", "c")
+    )
+    states = [found(a="one", c="two"), found(a=EMPTY, c="two"), found(a="one", c=EMPTY)]
+    assert accepted(told, 99, *states) == [True, False, False]
+
+
+def test_modes_and_kinds_are_compared() -> None:
+    told = history(create("a", 1), {"name": "chmod", "path": "a", "mode": 0o600}, SYNC_FOLDER)
+    right = {"a": Found("file", 0o600, EMPTY)}
+    assert accepted(told, 99, right, found(a=EMPTY), {"a": Found("folder")}) == [True, False, False]
+
+
+def test_names_follow_links_and_folders() -> None:
+    told = history(
+        {"name": "mkdir", "path": "d"},
+        create("d/a", 1),
+        {"name": "link", "path": "d/a", "other": "second"},
+        {"name": "chmod", "path": "second", "mode": 0o600},
+        {"name": "symlink", "path": "d/s"},
+        rename("d", "e"),
+        {"name": "remove", "path": "second"},
+        {"name": "mkdir", "path": "f"},
+        {"name": "rmdir", "path": "f"},
+    )
+    file = Entry("file", 1, 0o600)
+    expected = {"e": Entry("folder"), "e/a": file, "e/s": Entry("symlink")}
+    assert names_after(told.names) == expected
+
+
+def test_a_pointer_names_what_is_whole() -> None:
+    told = history(create("a", 1), close(1, "one"), create("latest", 2), close(2, "pointer"))
+
+    def names_what_is_whole(content: bytes, state: dict[str, Found]) -> bool:
+        return not dangling_pointer(told, state, pointer="latest", content=content)
+
+    assert names_what_is_whole(b"a", found(a="one"))
+    assert names_what_is_whole(b"", found())
+    assert not names_what_is_whole(b"a", found(a=EMPTY))
+    assert not names_what_is_whole(b"a", found())
+    assert not names_what_is_whole(b"b", found(a="one"))
