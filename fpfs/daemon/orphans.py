@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
 from fpfs.core.engine import ObjectId
 from fpfs.daemon.catalog_contents import list_known_objects
+from fpfs.daemon.catalog_schema import flush_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,18 +38,36 @@ BATCH = 512
 
 
 async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceDirectory]) -> int:
-    """Remove all orphans; returns how many there were."""
-    id_end = catalog.object_base << 32
+    """Remove all orphans, durably; returns how many there were.
+
+    Raises the OSError of a device that does not let go of some, after having tried the others.
+    """
     count = 0
+    failure = None
     for device in devices:
-        ids = await trio.to_thread.run_sync(_list_ids, device.objects_path, id_end)
-        for first in range(0, len(ids), BATCH):
-            await trio.lowlevel.checkpoint_if_cancelled()
-            count += await _collect_batch(
-                catalog, engine, device.number, ids[first : first + BATCH]
+        try:
+            count += await _collect_device(catalog, engine, device)
+        except OSError as error:
+            log.warning(
+                "objects that no version refers to stay on device %d: %s", device.number, error
             )
+            failure = error
     if count:
         log.info("removed %d objects that no version refers to", count)
+    if failure is not None:
+        raise failure
+    return count
+
+
+async def _collect_device(catalog: Catalog, engine: Engine, device: DeviceDirectory) -> int:
+    id_end = catalog.object_base << 32
+    ids = await trio.to_thread.run_sync(_list_ids, device.objects_path, id_end)
+    count = 0
+    for first in range(0, len(ids), BATCH):
+        await trio.lowlevel.checkpoint_if_cancelled()
+        count += await _collect_batch(catalog, engine, device.number, ids[first : first + BATCH])
+    # What the dead server had removed must not come back either, once nobody looks for it.
+    await trio.to_thread.run_sync(_flush_folders, device.objects_path)
     return count
 
 
@@ -61,14 +81,16 @@ async def _collect_batch(catalog: Catalog, engine: Engine, device: int, ids: Seq
         if key.id not in known and key not in held
     ]
     if orphans:
-        try:
-            # An unmount that comes now waits for these: the engine is closed after it.
-            with trio.CancelScope(shield=True):
-                await engine.remove_objects(orphans)
-        except OSError as error:
-            log.warning("objects that no version refers to stay on device %d: %s", device, error)
-            return 0
+        # An unmount that comes now waits for these: the engine is closed after it.
+        with trio.CancelScope(shield=True):
+            await engine.remove_objects(orphans)
     return len(orphans)
+
+
+def _flush_folders(objects_path: str) -> None:
+    for folder in os.scandir(objects_path):
+        if folder.is_dir(follow_symlinks=False):
+            flush_directory(Path(folder.path))
 
 
 def _list_ids(objects_path: str, id_end: int) -> list[int]:

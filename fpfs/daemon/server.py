@@ -15,6 +15,7 @@ Concurrency: one trio loop. Everything that blocks runs in threads, or before th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -190,10 +191,12 @@ class Server:
             )
 
     async def _collect_orphans(self) -> None:
-        await orphans.collect(
-            catalog=self._catalog, engine=self._engine, devices=self._devices.devices
-        )
-        self._catalog.ended_cleanly = True
+        """Collect what an earlier server left; what fails now is the next mount's to collect."""
+        with contextlib.suppress(OSError):  # it is in the log
+            await orphans.collect(
+                catalog=self._catalog, engine=self._engine, devices=self._devices.devices
+            )
+            self._catalog.ended_cleanly = True
 
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""

@@ -10,7 +10,7 @@ import trio.testing
 
 from fpfs.core.engine import DeviceConfig, EngineConfig, NativeEngine, ObjectId
 from fpfs.daemon.catalog import Catalog
-from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.catalog_schema import flush_directory, row_crc
 from fpfs.daemon.devices import DeviceDirectory
 from fpfs.daemon.orphans import collect
 from tests.support.rig import LARGE, rig
@@ -37,9 +37,17 @@ def make_objects_and_others(device: DeviceDirectory) -> None:
 
 
 @trio.testing.trio_test
-async def test_objects_that_nobody_refers_to_are_removed(tmp_path: Path) -> None:
+async def test_objects_that_nobody_refers_to_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = DeviceDirectory(0, str(tmp_path), "a")
     async with rig(tmp_path) as mount:
+
+        def flush_and_note(path: Path) -> None:
+            flush_directory(path)
+            mount.engine.calls.append(("flush", path.name))
+
+        monkeypatch.setattr("fpfs.daemon.orphans.flush_directory", flush_and_note)
         mount.catalog.object_base = 4
         await mount.catalog.write(
             lambda t: t.execute(
@@ -52,6 +60,10 @@ async def test_objects_that_nobody_refers_to_are_removed(tmp_path: Path) -> None
         assert count == 2
         removed = [call for call in mount.engine.calls if call[0] == "remove_objects"]
         assert removed == [("remove_objects", (ObjectId(0, OLD + 2), ObjectId(0, OLD + 3)))]
+        since = mount.engine.calls[mount.engine.calls.index(removed[0]) :]
+        flushed = {call[1] for call in since if call[0] == "flush"}
+        folders = {f"{id_ & 0xFF:02x}" for id_ in (OLD, OLD + 1, OLD + 2, OLD + 3)}
+        assert flushed == folders, "they may come back"
 
 
 @trio.testing.trio_test
@@ -92,6 +104,20 @@ async def test_an_end_waits_for_the_objects_that_are_being_removed(
         assert end.cancelled_caught
         removed = [call for call in mount.engine.calls if call[0] == "remove_objects"]
         assert removed == [("remove_objects", (ObjectId(0, OLD), ObjectId(0, OLD + 1)))]
+
+
+@trio.testing.trio_test
+async def test_a_device_that_fails_keeps_none_of_the_others_from_being_collected(
+    tmp_path: Path,
+) -> None:
+    devices = [DeviceDirectory(n, str(tmp_path / str(n)), str(n)) for n in range(2)]
+    async with rig(tmp_path) as mount:
+        mount.catalog.object_base = 4
+        make_object(devices[1], OLD)
+        with pytest.raises(FileNotFoundError, match=devices[0].objects_path):
+            await collect(catalog=mount.catalog, engine=mount.engine, devices=devices)
+        removed = [call for call in mount.engine.calls if call[0] == "remove_objects"]
+        assert removed == [("remove_objects", (ObjectId(1, OLD),))]
 
 
 @trio.testing.trio_test
