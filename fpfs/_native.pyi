@@ -100,4 +100,5 @@ def open_engine(
     ack: str,
     cpu_latency_path: str,
     take_over: bool,
+    checksums: bool,
 ) -> Engine: ...

@@ -56,7 +56,7 @@ def mount(
             name=["--option", "-o"],
             negative="",
             help="Options as in fstab, a,b=c: the flags here, allow_other, noallow_other, adopt,"
-            " ro, nosuid, nodev, noexec, noatime; README.md has the table.",
+            " checksums, ro, nosuid, nodev, noexec, noatime; README.md has the table.",
         ),
     ] = None,
     foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,

@@ -66,7 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `arena_path` names a file on tmpfs that the engine creates (mode 0600), or "" for a memfd.
     `cpu_latency_path` is ``/dev/cpu_dma_latency`` where processors are to be kept out of deep idle
     states while requests come in bursts, or "". With `take_over` the arena is there already: a
-    server that died left it, and `Engine.left` says what it holds.
+    server that died left it, and `Engine.left` says what it holds. Without `checksums` contents are
+    written without and read unchecked.
     """
 
     devices: tuple[DeviceConfig, ...]
@@ -82,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ack: str = "early"
     cpu_latency_path: str = ""
     take_over: bool = False
+    checksums: bool = True
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,6 +370,7 @@ class NativeEngine:
             ack=config.ack,
             cpu_latency_path=config.cpu_latency_path,
             take_over=config.take_over,
+            checksums=config.checksums,
         )
         self._waiting: dict[int, _Completion] = {}
         self._send, self._receive = trio.open_memory_channel[Event](65536)

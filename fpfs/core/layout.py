@@ -2,15 +2,18 @@
 
 A segment is little-endian::
 
-    u32 magic "FSEG"   u16 format (1)   u16 zero   u32 segment index   u32 run count
+    u32 magic "FSEG"   u16 format (2)   u16 zero   u32 segment index   u32 run count
     run count times 24 bytes:
         u32 block (in the segment)  u32 count  u32 object block  u16 device  u16 flags  u64 object
-    u32 checksum count   that many u32
+    u32 checksum count   that many u32: CRC32C of each block of each run without flags, in order
     u32 CRC32C of everything before
 
-Blocks that no run covers are holes. Flag 1 marks preallocated blocks, which read as zeros.
+Blocks that no run covers are holes. Flag 1 marks preallocated blocks, which read as zeros, flag 2
+blocks whose checksums are not known. Format 1 has no checksums; it is read as if all its runs had
+flag 2.
 
-Invariants: runs are in order of `block`, do not overlap, and end within the segment.
+Invariants: runs are in order of `block`, do not overlap, end within the segment, and have one flag
+at most; there are as many checksums as blocks that have one.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, crc32c
 from fpfs.core.errors import DamagedData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 MAGIC = 0x47455346
-FORMAT = 1
+FORMAT = 2
+FORMAT_WITHOUT_CHECKSUMS = 1
 UNWRITTEN = 1
 """Run flag: preallocated, reads as zeros."""
+UNVERIFIED = 2
+"""Run flag: its blocks have no checksums."""
 
 _HEADER = struct.Struct("<IHHII")
 _RUN = struct.Struct("<IIIHHQ")
@@ -47,19 +53,27 @@ class Run(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A decoded segment: its number in the file, its runs, and one checksum a block (or none)."""
+    """A decoded segment: its number in the file, its runs, and the checksums of their blocks."""
 
     index: int  # type: ignore[assignment]
     runs: tuple[Run, ...]
     checksums: tuple[int, ...] = ()
 
+    def verified(self) -> Iterator[tuple[Run, tuple[int, ...]]]:
+        """Yield each run whose blocks have checksums, with these."""
+        start = 0
+        for run in self.runs:
+            if run.flags == 0:
+                yield run, self.checksums[start : start + run.count]
+                start += run.count
+
 
 def encode_segment(segment: Segment) -> bytes:
     """Return the stored form of a segment.
 
-    Raises ValueError when the runs break the order that every reader relies on.
+    Raises ValueError when runs or checksums break what every reader relies on.
     """
-    fault = _fault_of_runs(segment.runs)
+    fault = _fault_of(segment)
     if fault:
         raise ValueError(fault)
     parts = [_HEADER.pack(MAGIC, FORMAT, 0, segment.index, len(segment.runs))]
@@ -78,7 +92,7 @@ def decode_segment(blob: bytes) -> Segment:
     if crc32c(blob[: -_WORD.size]) != stored:
         raise DamagedData("layout segment does not match its checksum")
     magic, format_version, _zero, index, run_count = _HEADER.unpack_from(blob)
-    if magic != MAGIC or format_version != FORMAT:
+    if magic != MAGIC or format_version not in (FORMAT, FORMAT_WITHOUT_CHECKSUMS):
         raise DamagedData(f"layout segment of unknown kind {magic:#x} format {format_version}")
     runs_end = _HEADER.size + run_count * _RUN.size
     if runs_end + 2 * _WORD.size > len(blob):
@@ -87,20 +101,28 @@ def decode_segment(blob: bytes) -> Segment:
     if runs_end + (2 + checksum_count) * _WORD.size != len(blob):
         raise DamagedData(f"layout segment has a wrong length for {checksum_count} checksums")
     runs = tuple(Run._make(fields) for fields in _RUN.iter_unpack(blob[_HEADER.size : runs_end]))
-    fault = _fault_of_runs(runs)
+    if format_version == FORMAT_WITHOUT_CHECKSUMS:
+        runs = tuple(run._replace(flags=run.flags or UNVERIFIED) for run in runs)
+    checksums = struct.unpack_from(f"<{checksum_count}I", blob, runs_end + _WORD.size)
+    segment = Segment(index, runs, checksums)
+    fault = _fault_of(segment)
     if fault:
         raise DamagedData(fault)
-    checksums = struct.unpack_from(f"<{checksum_count}I", blob, runs_end + _WORD.size)
-    return Segment(index, runs, checksums)
+    return segment
 
 
-def _fault_of_runs(runs: Iterable[Run]) -> str:
-    """Return what breaks the invariants of runs, or an empty string."""
+def _fault_of(segment: Segment) -> str:
+    """Return what breaks the invariants of a segment, or an empty string."""
     end = 0
-    for run in runs:
+    for run in segment.runs:
+        if run.flags > UNVERIFIED:
+            return f"layout run of blocks {run.block}+{run.count} has unknown flags {run.flags}"
         if run.count == 0 or run.block < end or run.block + run.count > SEGMENT_BLOCKS:
             return f"layout run of blocks {run.block}+{run.count} is out of order or range"
         end = run.block + run.count
+    wanted = sum(run.count for run in segment.runs if run.flags == 0)
+    if wanted != len(segment.checksums):
+        return f"layout segment has {len(segment.checksums)} checksums for {wanted} blocks"
     return ""
 
 

@@ -46,6 +46,14 @@ class Idle(enum.StrEnum):
     DEEP = "deep"
 
 
+class Checksums(enum.StrEnum):
+    """Whether contents get checksums when they are written, and are checked when they are read."""
+
+    ON = "on"
+    OFF = "off"
+    """To measure what they cost. What is written stays without them until it is written again."""
+
+
 def default_staging_bytes() -> int:
     """Staging when none is asked for: an eighth of the memory, at most 1 GiB, in whole MiB."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -74,6 +82,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     receivers: int = msgspec.field(default_factory=default_receivers)
     idle: Idle = Idle.SHALLOW
     whole: tuple[str, ...] = WHOLE_DEFAULT
+    checksums: Checksums = Checksums.ON
     allow_other: bool | None = None
     adopt: bool = False
     source: str = ""
@@ -109,6 +118,7 @@ _EXAMPLES = {
     "receivers": "4",
     "idle": "deep",
     "whole": "*.pt:*.safetensors",
+    "checksums": "off",
     "device": "/nvme0/fpfs",
     "log": "/var/log/fpfs.log",
     "fsname": "/nvme0/fpfs",
@@ -167,6 +177,8 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
             return name, _choice(Idle, name, value)
         case "whole":
             return name, () if value == "none" else tuple(filter(None, value.split(":")))
+        case "checksums":
+            return name, _choice(Checksums, name, value)
         case "log":
             return name, value
     return "source", value

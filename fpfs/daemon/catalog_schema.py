@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT_VERSION = 3
+"""1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared."""
 FIXED_DIRECTORIES_SINCE = 3
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
@@ -272,7 +273,7 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     if application_id != APPLICATION_ID:
         raise CatalogError(f"{path} is not a catalog of fpfs")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version < FORMAT_VERSION:
+    if 0 < version < FORMAT_VERSION:
         _upgrade(connection, path, version)
     if version > FORMAT_VERSION:
         raise CatalogTooNew(

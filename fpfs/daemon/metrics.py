@@ -29,6 +29,9 @@ def device_statuses(
 
 def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
     troubles = ["failed: new chunks avoid it"] if figures.get("failed") else []
+    checksum_errors = int(figures["checksum_errors"])
+    if checksum_errors:
+        troubles.append(f"damaged blocks were met {checksum_errors} times")
     bytes_used = bytes_free = bytes_total = 0
     try:
         filesystem = os.statvfs(device.path)
@@ -47,6 +50,7 @@ def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> Devic
         bytes_written=int(figures["bytes_written"]),
         bytes_read=int(figures["bytes_read"]),
         requests_in_flight=int(figures["in_flight"]),
+        checksum_errors=checksum_errors,
         backend=str(figures["backend"]),
         direct=bool(figures["direct"]),
     )

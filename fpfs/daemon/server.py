@@ -42,7 +42,7 @@ from fpfs.core.engine import (
 )
 from fpfs.core.errors import CatalogError
 from fpfs.core.mounts import mount_at
-from fpfs.core.options import Idle, MountOptions
+from fpfs.core.options import Checksums, Idle, MountOptions
 from fpfs.core.policy import Policy
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
@@ -519,6 +519,7 @@ def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int)
         object_base=object_base,
         ack=options.ack,
         cpu_latency_path=CPU_LATENCY if options.idle is Idle.SHALLOW else "",
+        checksums=options.checksums is Checksums.ON,
     )
 
 

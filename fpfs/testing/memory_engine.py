@@ -36,6 +36,7 @@ from fpfs.core.engine import (
     Released,
     Snapshot,
     SyncWrite,
+    crc32c,
 )
 from fpfs.core.layout import Run, Segment, decode_segment, encode_segment
 
@@ -509,9 +510,11 @@ class MemoryEngine:
 def _blob_of(file: _File, index: int) -> bytes:
     """Return the stored form of one segment of a file, empty if nothing is in it."""
     runs: list[Run] = []
+    checksums: list[int] = []
     start = index * SEGMENT_BLOCKS
     for block in sorted(b for b in file.places if start <= b < start + SEGMENT_BLOCKS):
         place = file.places[block]
+        checksums.append(crc32c(bytes(file.blocks[block])))
         last = runs[-1] if runs else None
         if (
             last is not None
@@ -522,4 +525,4 @@ def _blob_of(file: _File, index: int) -> bytes:
             runs[-1] = last._replace(count=last.count + 1)
         else:
             runs.append(Run(block - start, 1, place.block, place.object.device, 0, place.object.id))
-    return encode_segment(Segment(index, tuple(runs))) if runs else b""
+    return encode_segment(Segment(index, tuple(runs), tuple(checksums))) if runs else b""

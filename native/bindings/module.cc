@@ -101,6 +101,7 @@ nb::dict statistics(Engine& engine) {
     entry["in_flight_max"] = s.requests_in_flight_max;
     entry["queued"] = s.requests_queued;
     entry["errors"] = s.errors;
+    entry["checksum_errors"] = engine.checksum_errors(device->number());
     entry["backend"] = s.io_uring ? "io_uring" : "threads";
     entry["direct"] = s.direct;
     entry["buffers_registered"] = s.buffers_registered;
@@ -130,7 +131,8 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
                          std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
                          uint64_t slot_bytes, uint32_t depth, const std::string& backend,
                          uint32_t channel_threads, uint64_t object_base, uint64_t reserve_bytes,
-                         const std::string& ack, std::string cpu_latency_path, bool take_over) {
+                         const std::string& ack, std::string cpu_latency_path, bool take_over,
+                         bool checksums) {
   EngineConfig config;
   config.devices = std::move(devices);
   config.arena_path = std::move(arena_path);
@@ -147,6 +149,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   config.ack = ack == "durable" ? Ack::Durable : ack == "close" ? Ack::Close : Ack::Early;
   config.cpu_latency_path = std::move(cpu_latency_path);
   config.take_over = take_over;
+  config.checksums = checksums;
   return config;
 }
 
@@ -361,13 +364,13 @@ void bind_open(nb::module_& module) {
          std::string filesystem_id, uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
          const std::string& backend, uint32_t channel_threads, uint64_t object_base,
          uint64_t reserve_bytes, const std::string& ack, std::string cpu_latency_path,
-         bool take_over) {
+         bool take_over, bool checksums) {
         Result<std::unique_ptr<Engine>> result = [&] {
           const nb::gil_scoped_release release;
           return Engine::open(
               make_config(std::move(devices), std::move(arena_path), std::move(filesystem_id),
                           staging_bytes, slot_bytes, depth, backend, channel_threads, object_base,
-                          reserve_bytes, ack, std::move(cpu_latency_path), take_over));
+                          reserve_bytes, ack, std::move(cpu_latency_path), take_over, checksums));
         }();
         check(result.status());
         return result.take();
@@ -375,7 +378,7 @@ void bind_open(nb::module_& module) {
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
       nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"),
-      nb::arg("cpu_latency_path"), nb::arg("take_over"));
+      nb::arg("cpu_latency_path"), nb::arg("take_over"), nb::arg("checksums"));
 }
 
 }  // namespace

@@ -63,8 +63,8 @@ struct Slot {
   RangeSet ranges;                       // acknowledged bytes
   std::bitset<kSlotBlocksMax> reserved;  // blocks with space reserved on `device`
   uint16_t device = 0;
-  std::vector<Extent> written;  // on the device, not yet in the file's map
-  uint64_t issue_size = 0;      // the file's size when its blocks were completed
+  std::vector<WrittenExtent> written;  // on the device, not yet in the file's map
+  uint64_t issue_size = 0;             // the file's size when its blocks were completed
   uint32_t pending_io = 0;
   int io_error = 0;
   int lease = -1;  // channel thread that may be receiving into the unused part

@@ -135,6 +135,9 @@ struct ChangeHead {
 };
 static_assert(sizeof(ChangeHead) == 56);
 
+inline constexpr uint16_t kExtentUnwritten = 1;    // reads as zeros
+inline constexpr uint16_t kExtentChecksummed = 2;  // u32 CRC32C of each block follow, to 8 bytes
+
 // Payload of Extents, any number of them; of Erase one, of which only block and count are used.
 struct ChangeExtent {
   uint64_t block;
@@ -142,7 +145,7 @@ struct ChangeExtent {
   uint64_t object;
   uint32_t object_block;
   uint16_t device;
-  uint16_t unwritten;
+  uint16_t flags;
 };
 static_assert(sizeof(ChangeExtent) == 32);
 

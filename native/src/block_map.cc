@@ -9,8 +9,10 @@ namespace fpfs {
 namespace {
 
 constexpr uint32_t kSegmentMagic = 0x47455346;  // "FSEG"
-constexpr uint16_t kSegmentFormat = 1;
+constexpr uint16_t kSegmentFormat = 2;
+constexpr uint16_t kFormatWithoutChecksums = 1;
 constexpr uint16_t kRunUnwritten = 1;
+constexpr uint16_t kRunUnverified = 2;
 
 struct SegmentHeader {
   uint32_t magic;
@@ -78,6 +80,7 @@ void BlockMap::erase(uint64_t block, uint64_t count, std::vector<Extent>* replac
     }
     block_count_ -= to - from;
     touch(from, to - from);
+    forget_checksums(from, to);
     if (replaced != nullptr) replaced->push_back(old.part(from, to - from));
   }
 }
@@ -99,11 +102,47 @@ void BlockMap::insert_merged(Extent extent) {
   extents_.emplace(extent.block, extent);
 }
 
-void BlockMap::assign(const Extent& extent, std::vector<Extent>* replaced) {
+void BlockMap::assign(const WrittenExtent& written, std::vector<Extent>* replaced) {
+  const Extent& extent = written.extent;
   erase(extent.block, extent.count, replaced);
   insert_merged(extent);
+  set_checksums(extent.block, written.checksums);
   block_count_ += extent.count;
   touch(extent.block, extent.count);
+}
+
+void BlockMap::set_checksums(uint64_t block, const std::vector<uint32_t>& checksums) {
+  for (const uint32_t value : checksums) {
+    SegmentChecksums& segment = checksums_[static_cast<uint32_t>(block / kSegmentBlocks)];
+    const uint64_t index = block++ % kSegmentBlocks;
+    if (segment.values.size() <= index) segment.values.resize(index + 1);
+    segment.values[index] = value;
+    segment.known.set(index);
+  }
+}
+
+void BlockMap::forget_checksums(uint64_t block, uint64_t end) {
+  auto it = checksums_.lower_bound(static_cast<uint32_t>(block / kSegmentBlocks));
+  while (it != checksums_.end() && it->first * kSegmentBlocks < end) {
+    const uint64_t first = it->first * kSegmentBlocks;
+    const uint64_t to = std::min(end - first, kSegmentBlocks);
+    for (uint64_t i = std::max(block, first) - first; i < to; ++i) it->second.known.reset(i);
+    it = it->second.known.none() ? checksums_.erase(it) : std::next(it);
+  }
+}
+
+Checksum BlockMap::checksum(uint64_t block) const {
+  const auto it = checksums_.find(static_cast<uint32_t>(block / kSegmentBlocks));
+  const uint64_t index = block % kSegmentBlocks;
+  if (it == checksums_.end() || !it->second.known[index]) return std::nullopt;
+  return it->second.values[index];
+}
+
+std::vector<Checksum> BlockMap::checksums(uint64_t block, uint64_t count) const {
+  std::vector<Checksum> result;
+  result.reserve(count);
+  for (uint64_t i = 0; i < count; ++i) result.push_back(checksum(block + i));
+  return result;
 }
 
 std::vector<Extent> BlockMap::lookup(uint64_t block, uint64_t count) const {
@@ -154,21 +193,33 @@ std::set<std::pair<uint16_t, uint64_t>> BlockMap::objects() const {
   return result;
 }
 
+// A run ends, too, where blocks with a checksum and blocks without meet.
 std::string BlockMap::encode_segment(uint32_t index) const {
   const uint64_t first = index * kSegmentBlocks;
-  const std::vector<Extent> runs = lookup(first, kSegmentBlocks);
+  std::string runs;
+  std::string checksums;
+  for (const Extent& extent : lookup(first, kSegmentBlocks)) {
+    for (uint64_t block = extent.block; block < extent.end();) {
+      const bool known = checksum(block).has_value();
+      const Extent rest = extent.part(block, extent.end() - block);
+      uint32_t count = 0;
+      for (; block < extent.end() && checksum(block).has_value() == known; ++block, ++count) {
+        if (known) append(&checksums, *checksum(block));
+      }
+      const uint16_t flags = rest.place.unwritten ? kRunUnwritten : known ? 0 : kRunUnverified;
+      append(&runs,
+             SegmentRun{static_cast<uint32_t>(rest.block - first), count, rest.place.object_block,
+                        rest.place.device, flags, rest.place.object});
+    }
+  }
   if (runs.empty()) return {};
   std::string blob;
-  blob.reserve(sizeof(SegmentHeader) + runs.size() * sizeof(SegmentRun) + 8);
+  blob.reserve(sizeof(SegmentHeader) + runs.size() + checksums.size() + 8);
   append(&blob, SegmentHeader{kSegmentMagic, kSegmentFormat, 0, index,
-                              static_cast<uint32_t>(runs.size())});
-  for (const Extent& run : runs) {
-    const uint16_t flags = run.place.unwritten ? kRunUnwritten : 0;
-    append(&blob,
-           SegmentRun{static_cast<uint32_t>(run.block - first), static_cast<uint32_t>(run.count),
-                      run.place.object_block, run.place.device, flags, run.place.object});
-  }
-  append(&blob, uint32_t{0});  // checksum_count
+                              static_cast<uint32_t>(runs.size() / sizeof(SegmentRun))});
+  blob += runs;
+  append(&blob, static_cast<uint32_t>(checksums.size() / sizeof(uint32_t)));
+  blob += checksums;
   append(&blob, crc32c(0, blob.data(), blob.size()));
   return blob;
 }
@@ -186,20 +237,41 @@ Status BlockMap::decode_segment(uint32_t index, std::string_view blob) {
   blob.remove_suffix(sizeof stored_crc);
   if (crc32c(0, blob.data(), blob.size()) != stored_crc) return damaged("checksum");
   if (!read(blob, &position, &header) || header.magic != kSegmentMagic) return damaged("magic");
-  if (header.format != kSegmentFormat) return damaged("format");
+  if (header.format != kSegmentFormat && header.format != kFormatWithoutChecksums) {
+    return damaged("format");
+  }
   if (header.index != index) return damaged("index");
+  std::vector<Extent> verified;
   for (uint32_t i = 0; i < header.run_count; ++i) {
     SegmentRun run{};
     if (!read(blob, &position, &run)) return damaged("runs");
     if (run.count == 0 || run.block + uint64_t{run.count} > kSegmentBlocks) return damaged("run");
+    if (run.flags > kRunUnverified) return damaged("flags");
     const Extent extent{
         index * kSegmentBlocks + run.block, run.count,
-        Place{run.object, run.object_block, run.device, (run.flags & kRunUnwritten) != 0}};
+        Place{run.object, run.object_block, run.device, run.flags == kRunUnwritten}};
     if (!lookup(extent.block, extent.count).empty()) return damaged("overlap");
     insert_merged(extent);
     block_count_ += extent.count;
+    if (run.flags == 0 && header.format != kFormatWithoutChecksums) verified.push_back(extent);
   }
-  return {};
+  return decode_checksums(blob.substr(position), verified) ? Status() : damaged("checksums");
+}
+
+// Those of the blocks of `verified`, in their order, behind their number; nothing follows.
+bool BlockMap::decode_checksums(std::string_view bytes, const std::vector<Extent>& verified) {
+  size_t position = 0;
+  uint32_t count = 0;
+  if (!read(bytes, &position, &count)) return false;
+  if (bytes.size() - position != count * sizeof(uint32_t)) return false;
+  for (const Extent& extent : verified) {
+    std::vector<uint32_t> values(extent.count);
+    for (uint32_t& value : values) {
+      if (!read(bytes, &position, &value)) return false;
+    }
+    set_checksums(extent.block, values);
+  }
+  return position == bytes.size();
 }
 
 }  // namespace fpfs

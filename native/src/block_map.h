@@ -1,13 +1,15 @@
 // Where each 64 KiB block of a file's content lies, and its encoding in catalog segments.
 //
 // Invariants: extents do not overlap, have count > 0, and neighbours that continue each other on
-// the
-//   same object are one extent. A block without an extent is a hole and reads as zeros.
+//   the same object are one extent. A block without an extent is a hole and reads as zeros. Only
+//   blocks of extents that are not `unwritten` have a checksum.
 // Threads: none of its own; the owner (File) locks.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -42,6 +44,16 @@ struct Extent {
   }
 };
 
+// CRC32C of a block as it is stored; what a shorter block at the end does not store counts as
+// zeros. None: not known, as of blocks that were written before checksums were.
+using Checksum = std::optional<uint32_t>;
+
+// Blocks that were written, with a checksum for each, or for none of them.
+struct WrittenExtent {
+  Extent extent;
+  std::vector<uint32_t> checksums;
+};
+
 class BlockMap {
  public:
   bool empty() const { return extents_.empty(); }
@@ -49,12 +61,14 @@ class BlockMap {
 
   // Makes [extent.block, extent.end()) point at extent.place; appends what it replaced to
   // `replaced`.
-  void assign(const Extent& extent, std::vector<Extent>* replaced);
+  void assign(const WrittenExtent& written, std::vector<Extent>* replaced);
   void erase(uint64_t block, uint64_t count, std::vector<Extent>* replaced);
 
   // Extents that intersect [block, block + count), clipped to it, in order. Gaps are holes.
   std::vector<Extent> lookup(uint64_t block, uint64_t count) const;
   bool find(uint64_t block, Extent* extent) const;
+  // Of each block in [block, block + count).
+  std::vector<Checksum> checksums(uint64_t block, uint64_t count) const;
 
   // First block >= `block` that holds written data (or is a hole or unwritten); false if none.
   bool next_data(uint64_t block, uint64_t* found) const;
@@ -74,10 +88,20 @@ class BlockMap {
   bool changed() const { return !changed_.empty(); }
 
  private:
+  struct SegmentChecksums {
+    std::bitset<kSegmentBlocks> known;
+    std::vector<uint32_t> values;  // by block in the segment, as far as any is known
+  };
+
   void touch(uint64_t block, uint64_t count);
   void insert_merged(Extent extent);
+  Checksum checksum(uint64_t block) const;
+  void set_checksums(uint64_t block, const std::vector<uint32_t>& checksums);
+  void forget_checksums(uint64_t block, uint64_t end);
+  bool decode_checksums(std::string_view bytes, const std::vector<Extent>& verified);
 
   std::map<uint64_t, Extent> extents_;
+  std::map<uint32_t, SegmentChecksums> checksums_;  // by segment
   std::set<uint32_t> changed_;
   uint64_t block_count_ = 0;
 };

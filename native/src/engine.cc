@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -21,7 +22,8 @@ constexpr uint64_t kSlotCountMin = 16;
 constexpr uint64_t kSmallestChunk = 128 * 1024;
 // Longer than a program that writes one small file after the other takes between two of them.
 constexpr long kTellReleasedNs = 2'000'000;
-constexpr size_t kPressureSlots = 8;  // written out early when nothing else frees a slot
+constexpr size_t kDamageLoggedMax = 10'000;  // places; more are counted only
+constexpr size_t kPressureSlots = 8;         // written out early when nothing else frees a slot
 
 // A device request whose completion is a function; deletes itself.
 struct CallRequest : IoRequest {
@@ -65,13 +67,14 @@ Status Engine::start() {
   }
   if (Status status = open_arena(); !status.ok()) return status;
   read_buffers_ =
-      std::make_unique<ReadBuffers>(kReadBufferCount, wire::kMaxWriteBytes + 2 * kIoAlignment);
+      std::make_unique<ReadBuffers>(kReadBufferCount, ReadJob::buffer_bytes(wire::kMaxWriteBytes));
   copy_buffer_ = read_buffers_->take();
 
   uint16_t highest = 0;
   for (const auto& [number, path] : config_.devices) highest = std::max(highest, number);
   by_number_.assign(size_t{highest} + 1, nullptr);
   failed_ = std::make_unique<std::atomic<int>[]>(by_number_.size());
+  checksum_errors_ = std::make_unique<std::atomic<uint64_t>[]>(by_number_.size());
   const std::vector<MemoryRegion> regions = {{arena_->data(), arena_->data_bytes()},
                                              read_buffers_->region()};
   for (const auto& [number, path] : config_.devices) {
@@ -466,6 +469,26 @@ void Engine::mark_device_failed(uint16_t number, int error) {
   if (number >= by_number_.size() || failed_[number].exchange(error) != 0) return;
   log(40, "device " + std::to_string(number) + " failed (" + std::strerror(error) +
               "): new chunks avoid it until the next mount");
+}
+
+// Each place is logged once: a program may read it for hours.
+void Engine::report_damage(uint64_t ino, uint64_t block, const Place& place) {
+  if (place.device < by_number_.size()) ++checksum_errors_[place.device];
+  {
+    const MutexLock lock(damage_mutex_);
+    if (damage_.size() >= kDamageLoggedMax) return;
+    if (!damage_.emplace(place.device, place.object, place.object_block).second) return;
+  }
+  char object[17];
+  std::snprintf(object, sizeof object, "%016lx", place.object);
+  log(40, "inode " + std::to_string(ino) + ": its block " + std::to_string(block) +
+              " (64 KiB) is damaged: block " + std::to_string(place.object_block) + " of object " +
+              object + " on device " + std::to_string(place.device) +
+              " does not match its checksum");
+}
+
+uint64_t Engine::checksum_errors(uint16_t device) const {
+  return device < by_number_.size() ? checksum_errors_[device].load() : 0;
 }
 
 // --- parked operations ---

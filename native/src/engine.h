@@ -11,6 +11,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <variant>
 #include <vector>
@@ -44,6 +45,7 @@ struct EngineConfig {
   uint64_t reserve_bytes = 0;
   Ack ack = Ack::Early;
   std::string cpu_latency_path;  // /dev/cpu_dma_latency, or none
+  bool checksums = true;         // of contents: made and checked
 };
 
 using ObjectKey = std::pair<uint16_t, uint64_t>;
@@ -184,6 +186,11 @@ class Engine : public Plane {
   void wake() override EXCLUDES(park_mutex_);
   void park(std::function<bool()> retry) override EXCLUDES(park_mutex_);
   void log(int level, const std::string& message) override;
+  bool checksums() const override { return config_.checksums; }
+  void report_damage(uint64_t ino, uint64_t block, const Place& place) override
+      EXCLUDES(damage_mutex_);
+  // How often a block of a device was found not to be what was written there.
+  uint64_t checksum_errors(uint16_t device) const;
   unsigned read_begin() override EXCLUDES(phase_mutex_);
   void read_end(unsigned phase) override EXCLUDES(phase_mutex_);
 
@@ -221,7 +228,8 @@ class Engine : public Plane {
   char* copy_buffer_ = nullptr;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<Device*> by_number_;
-  std::unique_ptr<std::atomic<int>[]> failed_;  // errno by device number
+  std::unique_ptr<std::atomic<int>[]> failed_;                // errno by device number
+  std::unique_ptr<std::atomic<uint64_t>[]> checksum_errors_;  // by device number
   std::unique_ptr<Channel> channel_;
   Worker worker_;  // may wait for what the waker brings about
   Worker waker_;
@@ -240,6 +248,9 @@ class Engine : public Plane {
   std::unordered_map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(table_mutex_);
   std::unordered_map<uint64_t, std::shared_ptr<Handle>> handles_ GUARDED_BY(table_mutex_);
   std::unordered_map<uint64_t, Counts> counts_ GUARDED_BY(table_mutex_);
+
+  Mutex damage_mutex_;
+  std::set<std::tuple<uint16_t, uint64_t, uint32_t>> damage_ GUARDED_BY(damage_mutex_);  // logged
 
   Mutex park_mutex_;
   std::vector<std::function<bool()>> parked_ GUARDED_BY(park_mutex_);

@@ -10,6 +10,8 @@
 // Invariants:
 //   * The map names only places whose write has completed (or that read as zeros, `unwritten`).
 //   * Bytes of a block behind the file's end read as zeros on the device.
+//   * A checksum in the map is that of the whole block at its place. It is made before the block is
+//     written, and goes wherever the place is named: neither truncating nor extending changes it.
 //   * While a barrier is active, slots attached after it are not issued: the map then changes by
 //     nothing that is newer than the barrier.
 // Threads: every method may be called from any thread; state is under mutex_. What must not run
@@ -63,6 +65,10 @@ class Plane {
   // Calls `retry` again at every wake() until it returns true.
   virtual void park(std::function<bool()> retry) = 0;
   virtual void log(int level, const std::string& message) = 0;
+  // Whether blocks get a checksum when they are written, and are checked when they are read.
+  virtual bool checksums() const = 0;
+  // A block of a file was read from its place and is not what was written there.
+  virtual void report_damage(uint64_t ino, uint64_t block, const Place& place) = 0;
   // Brackets a device read, so that discarding old places waits for it.
   virtual unsigned read_begin() = 0;
   virtual void read_end(unsigned phase) = 0;
@@ -319,8 +325,8 @@ class File : public std::enable_shared_from_this<File> {
       std::function<void()> begun = [] {}) REQUIRES(mutex_);
   void begin_barrier(Actions& actions) REQUIRES(mutex_);
   void check_barrier(Actions& actions) REQUIRES(mutex_);
-  bool adopt(const std::vector<Extent>& written) REQUIRES(mutex_);
-  void map_written(const Extent& extent) REQUIRES(mutex_);
+  bool adopt(const std::vector<WrittenExtent>& written) REQUIRES(mutex_);
+  void map_written(const WrittenExtent& written) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
   SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
   std::string compose_inline() REQUIRES(mutex_);
@@ -409,7 +415,10 @@ struct File::SlotIo : IoRequest {
   Slot* slot = nullptr;
   Extent extent;  // what is written, or the block that is fetched
   std::unique_ptr<char, void (*)(void*)> bounce{nullptr, nullptr};  // of a fetch
-  std::vector<uint16_t> tried;                                      // devices that failed
+  std::vector<Checksum> expected;                                   // of the block that is fetched
+  std::vector<uint32_t> checksums;  // of the blocks that are written
+  std::vector<uint16_t> tried;      // devices that failed
+  void starting() override;
   void complete(int result) override { file->io_done(this, result); }
 };
 
@@ -428,14 +437,23 @@ struct ReadJob {
   std::shared_ptr<File> file;
   uint64_t offset = 0;
   size_t length = 0;       // asked for; clipped to the file's end by File::read
-  char* buffer = nullptr;  // 4096-aligned, holds the aligned range around [offset, +length)
-  uint64_t base = 0;       // file offset of buffer[0]
+  char* buffer = nullptr;  // 4096-aligned, of buffer_bytes(length)
+  uint64_t base = 0;       // file offset of buffer[0]: where a block begins
   std::vector<Overlay> overlays;
   std::atomic<uint32_t> pending{1};
   std::atomic<int> error{0};
   unsigned phase = 0;
 
+  // What holds all blocks that a read of `length` bytes touches.
+  static constexpr size_t buffer_bytes(size_t length) {
+    return (length / kBlockBytes + 2) * kBlockBytes;
+  }
   void part_done(int result);
+  // 0, or -EIO when bytes are asked for of a block of `extent` that is not as expected. The blocks
+  // lie in the buffer, whole.
+  int check(const Extent& extent, const std::vector<Checksum>& expected);
+  // Whether what is asked for of a block comes from staging alone.
+  bool is_staged(uint64_t block) const;
 };
 
 }  // namespace fpfs

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "block_checksum.h"
 #include "file.h"
 
 namespace fpfs {
@@ -140,6 +141,7 @@ bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
     io->object = object_ref(old.place.device, old.place.object);
     io->offset = uint64_t{old.place.object_block} * kBlockBytes;
     io->length = kBlockBytes;
+    if (plane_.checksums()) io->expected = map_.checksums(block, 1);
     ++slot->pending_io;
     Device* device = plane_.device(old.place.device);
     actions.add([device, request = io.release()] {
@@ -157,6 +159,11 @@ bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
 
 void File::fetched(SlotIo* io, int result, Actions& actions) {
   Slot* slot = io->slot;
+  // Wrong bytes must not get a fresh checksum.
+  if (result == 0 && !damaged_blocks(io->buffer, io->expected).empty()) {
+    plane_.report_damage(ino_, io->extent.block, io->extent.place);
+    result = -EIO;
+  }
   if (result != 0) {
     slot->io_error = -result;
     say_once(40, "reading from device " + std::to_string(io->extent.place.device) +
@@ -262,6 +269,13 @@ void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place,
   });
 }
 
+// The slot is sealed, its blocks are complete, and nobody changes them any more. On another device,
+// after a failure, they are what they were.
+void File::SlotIo::starting() {
+  if (op != IoOp::Write || !checksums.empty() || !file->plane_.checksums()) return;
+  checksums = checksum_blocks(buffer, length);
+}
+
 void File::io_done(SlotIo* io, int result) {
   Actions actions;
   {
@@ -273,7 +287,7 @@ void File::io_done(SlotIo* io, int result) {
       write_failed(std::move(owned), result, actions);
     } else {
       Slot* slot = io->slot;
-      slot->written.push_back(io->extent);
+      slot->written.push_back({io->extent, std::move(io->checksums)});
       unflushed_[{io->extent.place.device, io->extent.place.object}] = io->object;
       if (--slot->pending_io == 0) finish_slot(slot, actions);
     }
@@ -317,18 +331,19 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
 }
 
 // The map learns of places whose bytes are on the device. False: the journal has no room for them.
-bool File::adopt(const std::vector<Extent>& written) {
+bool File::adopt(const std::vector<WrittenExtent>& written) {
   const bool noted = note([&](Journal& journal, const FileState& state) {
     return journal.note_extents(state, written);
   });
   if (!noted) return false;
-  for (const Extent& extent : written) map_written(extent);
+  for (const WrittenExtent& each : written) map_written(each);
   return true;
 }
 
-void File::map_written(const Extent& extent) {
+void File::map_written(const WrittenExtent& written) {
+  const Extent& extent = written.extent;
   std::vector<Extent> replaced;
-  map_.assign(extent, &replaced);
+  map_.assign(written, &replaced);
   for (const Extent& old : replaced) {
     const Place& place = old.place;
     const uint64_t shift = old.block - extent.block;
@@ -342,7 +357,7 @@ void File::map_written(const Extent& extent) {
 void File::finish_slot(Slot* slot, Actions& actions) {
   if (slot->io_error != 0) {
     record_error(slot->io_error, "staged bytes could be written to no device");
-    for (const Extent& extent : slot->written) garbage_.push_back(extent);
+    for (const WrittenExtent& written : slot->written) garbage_.push_back(written.extent);
     const uint64_t start = slot->chunk * placement_.chunk_bytes;
     for (const auto& range : slot->ranges.all()) {
       lost_.emplace_back(start + range.begin, start + range.end);
@@ -458,7 +473,7 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
   }
   for (const auto& [chunk, chain] : chains_) {
     for (const Slot* slot : chain) {
-      for (const Extent& extent : slot->written) {
+      for (const auto& [extent, checksums] : slot->written) {
         live.insert({extent.place.device, extent.place.object});
       }
     }

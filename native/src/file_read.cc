@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "block_checksum.h"
 #include "file.h"
 
 namespace fpfs {
@@ -10,14 +11,44 @@ namespace {
 
 struct ReadPart : IoRequest {
   ReadJob* job = nullptr;
+  Extent extent;  // what it reads, where that is whole blocks
+  std::vector<Checksum> expected;
   void complete(int result) override {
     ReadJob* const target = job;
+    if (result == 0) result = target->check(extent, expected);
     delete this;
     target->part_done(result);
   }
 };
 
+uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+
 }  // namespace
+
+int ReadJob::check(const Extent& extent, const std::vector<Checksum>& expected) {
+  int result = 0;
+  const char* blocks = buffer + (extent.block * kBlockBytes - base);
+  for (const uint64_t i : damaged_blocks(blocks, expected)) {
+    const Extent damaged = extent.part(extent.block + i, 1);
+    file->plane_.report_damage(file->ino(), damaged.block, damaged.place);
+    if (!is_staged(damaged.block)) result = -EIO;
+  }
+  return result;
+}
+
+bool ReadJob::is_staged(uint64_t block) const {
+  uint64_t at = std::max(offset, block * kBlockBytes) - base;
+  const uint64_t end = std::min(offset + length, (block + 1) * kBlockBytes) - base;
+  const auto reaches_on = [&](const Overlay& overlay) {
+    return overlay.job_offset <= at && at < overlay.job_offset + overlay.length;
+  };
+  while (at < end) {
+    const auto next = std::find_if(overlays.begin(), overlays.end(), reaches_on);
+    if (next == overlays.end()) return false;
+    at = next->job_offset + next->length;
+  }
+  return true;
+}
 
 void ReadJob::part_done(int result) {
   if (result != 0) error = -result;
@@ -58,7 +89,8 @@ void File::unpin(const std::vector<Slot*>& slots) {
   if (freed) plane_.wake();
 }
 
-// The mapped part of [begin, end), which is block-aligned at 4096, and zeros for what is not.
+// The mapped part of [begin, end), and zeros for what is not. Whole blocks, where they are to be
+// checked; else it is aligned to kIoAlignment.
 void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& actions) {
   const uint64_t first = begin / kBlockBytes;
   const uint64_t count = (end + kBlockBytes - 1) / kBlockBytes - first;
@@ -76,6 +108,10 @@ void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& act
         uint64_t{extent.place.object_block} * kBlockBytes + (from - extent.block * kBlockBytes);
     part->buffer = job->buffer + (from - job->base);
     part->length = to - from;
+    if (plane_.checksums()) {
+      part->extent = extent;
+      part->expected = map_.checksums(extent.block, extent.count);
+    }
     ++job->pending;
     Device* device = plane_.device(extent.place.device);
     actions.add(
@@ -115,7 +151,7 @@ void File::read(ReadJob* job) {
     job->file = shared_from_this();
     job->phase = plane_.read_begin();
     job->length = job->offset >= size_ ? 0 : std::min<uint64_t>(job->length, size_ - job->offset);
-    job->base = job->offset / kIoAlignment * kIoAlignment;
+    job->base = round_down(job->offset, kBlockBytes);
     const uint64_t end = job->offset + job->length;
     if (lost(job->offset, end)) {
       job->error = EIO;
@@ -126,7 +162,8 @@ void File::read(ReadJob* job) {
                     std::min<uint64_t>(inline_.size(), end) - job->base);
       }
     } else if (job->length > 0) {
-      plan_extents(job, job->base, (end + kIoAlignment - 1) / kIoAlignment * kIoAlignment, actions);
+      const uint64_t unit = plane_.checksums() ? kBlockBytes : kIoAlignment;
+      plan_extents(job, round_down(job->offset, unit), round_down(end + unit - 1, unit), actions);
     }
     if (job->length > 0 && job->error == 0) plan_overlays(job, job->offset, end);
   }

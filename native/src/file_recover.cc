@@ -87,8 +87,9 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
 void File::replay(const JournalEntry& entry) {
   switch (entry.kind) {
     case arena::Change::Extents:
-      for (const Extent& extent : entry.extents) {
-        map_.assign(extent, nullptr);
+      for (const WrittenExtent& written : entry.extents) {
+        const Extent& extent = written.extent;
+        map_.assign(written, nullptr);
         garbage_.push_back(extent);
         // Of the block with the old end one cannot tell: mostly it has become longer.
         if (extent.block < committed_size_ / kBlockBytes) note_replaced(0);
@@ -103,7 +104,7 @@ void File::replay(const JournalEntry& entry) {
       inline_mode_ = false;
       break;
     case arena::Change::Erase:
-      for (const Extent& range : entry.extents) {
+      for (const auto& [range, checksums] : entry.extents) {
         map_.erase(range.block, range.count, nullptr);
         note_replaced(range.block * kBlockBytes);
       }

@@ -383,13 +383,17 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
         std::max(entry.step_blocks, blocks_up(ahead * kBlockBytes) / placement_.devices.size());
   }
   if (!space_ready(number, blocks, actions)) return Outcome::wait();
+  std::vector<WrittenExtent> placed;
   for (Extent& run : runs) {
     run.place = next_place(number, run.count);
     run.place.unwritten = true;
     entry.written_end = entry.next_block * kBlockBytes;
-    map_.assign(run, &garbage_);
+    placed.push_back({run, {}});
+    map_.assign(placed.back(), &garbage_);
   }
-  note([&](Journal& journal, const FileState& state) { return journal.note_extents(state, runs); });
+  note([&](Journal& journal, const FileState& state) {
+    return journal.note_extents(state, placed);
+  });
   ++sequence_;  // what an allocation that fails later has taken is committed, or it would be lost
   return {};
 }

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <optional>
+#include <string>
 
 #include "crc32c.h"
 
@@ -26,10 +28,9 @@ uint32_t checksum(const char* record, uint64_t payload) {
   return crc32c(0, record + kSkipped, sizeof(arena::ChangeHead) - kSkipped + payload);
 }
 
-arena::ChangeExtent encode(const Extent& extent) {
-  return {extent.block,        extent.count,
-          extent.place.object, extent.place.object_block,
-          extent.place.device, static_cast<uint16_t>(extent.place.unwritten ? 1 : 0)};
+arena::ChangeExtent encode(const Extent& extent, uint16_t flags) {
+  return {extent.block,        extent.count, extent.place.object, extent.place.object_block,
+          extent.place.device, flags};
 }
 
 std::string_view bytes_of(const auto& value) {
@@ -47,6 +48,45 @@ std::optional<arena::ChangeHead> read_head(const char* at, const char* end, uint
   return head;
 }
 
+constexpr uint64_t kPayloadUnit = 8;
+
+std::string encode(const std::vector<WrittenExtent>& extents) {
+  std::string payload;
+  for (const auto& [extent, checksums] : extents) {
+    const uint16_t flags = extent.place.unwritten ? arena::kExtentUnwritten
+                           : checksums.empty()    ? 0
+                                                  : arena::kExtentChecksummed;
+    payload += bytes_of(encode(extent, flags));
+    payload.append(reinterpret_cast<const char*>(checksums.data()),
+                   checksums.size() * sizeof(uint32_t));
+    payload.resize(round_up(payload.size(), kPayloadUnit));
+  }
+  return payload;
+}
+
+std::vector<WrittenExtent> decode_extents(std::string_view payload) {
+  std::vector<WrittenExtent> extents;
+  arena::ChangeExtent head{};
+  while (payload.size() >= sizeof head) {
+    std::memcpy(&head, payload.data(), sizeof head);
+    payload.remove_prefix(sizeof head);
+    const bool unwritten = head.flags == arena::kExtentUnwritten;
+    WrittenExtent written{
+        {head.block, head.count, Place{head.object, head.object_block, head.device, unwritten}},
+        {}};
+    if (head.flags == arena::kExtentChecksummed) {
+      // A record is believed whole or not at all, so they are there.
+      assert(head.count <= payload.size() / sizeof(uint32_t));
+      written.checksums.resize(head.count);
+      std::memcpy(written.checksums.data(), payload.data(), head.count * sizeof(uint32_t));
+      payload.remove_prefix(
+          std::min(payload.size(), round_up(head.count * sizeof(uint32_t), kPayloadUnit)));
+    }
+    extents.push_back(std::move(written));
+  }
+  return extents;
+}
+
 JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
   JournalEntry entry;
   entry.kind = head.kind;
@@ -55,14 +95,7 @@ JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
                  (head.flags & arena::kPrivilegesDropped) != 0};
   if (head.kind == arena::Change::Closed) entry.killed_by = head.flags >> arena::kKilledByShift;
   if (head.kind == arena::Change::Extents || head.kind == arena::Change::Erase) {
-    for (size_t at = 0; at + sizeof(arena::ChangeExtent) <= head.bytes;
-         at += sizeof(arena::ChangeExtent)) {
-      arena::ChangeExtent extent{};
-      std::memcpy(&extent, payload + at, sizeof extent);
-      entry.extents.push_back(
-          {extent.block, extent.count,
-           Place{extent.object, extent.object_block, extent.device, extent.unwritten != 0}});
-    }
+    entry.extents = decode_extents({payload, head.bytes});
   } else if (head.kind == arena::Change::Punch && head.bytes >= 2 * sizeof(uint64_t)) {
     std::memcpy(&entry.begin, payload, sizeof(uint64_t));
     std::memcpy(&entry.end, payload + sizeof(uint64_t), sizeof(uint64_t));
@@ -159,17 +192,12 @@ Status Journal::note_closed(const FileState& state, int killed_by) {
   return append(state, arena::Change::Closed, {}, killed_by);
 }
 
-Status Journal::note_extents(const FileState& state, const std::vector<Extent>& extents) {
-  std::vector<arena::ChangeExtent> payload;
-  payload.reserve(extents.size());
-  for (const Extent& extent : extents) payload.push_back(encode(extent));
-  return append(state, arena::Change::Extents,
-                {reinterpret_cast<const char*>(payload.data()),
-                 payload.size() * sizeof(arena::ChangeExtent)});
+Status Journal::note_extents(const FileState& state, const std::vector<WrittenExtent>& extents) {
+  return append(state, arena::Change::Extents, encode(extents));
 }
 
 Status Journal::note_erased(const FileState& state, uint64_t block, uint64_t count) {
-  const arena::ChangeExtent payload = encode(Extent{block, count, {}});
+  const arena::ChangeExtent payload = encode(Extent{block, count, {}}, 0);
   return append(state, arena::Change::Erase, bytes_of(payload));
 }
 

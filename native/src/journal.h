@@ -38,8 +38,8 @@ struct JournalEntry {
   arena::Change kind = arena::Change::None;
   uint64_t sequence = 0;
   FileState state;
-  std::vector<Extent> extents;  // of Extents and Erase
-  uint64_t begin = 0;           // of Punch: bytes
+  std::vector<WrittenExtent> extents;  // of Extents and Erase
+  uint64_t begin = 0;                  // of Punch: bytes
   uint64_t end = 0;
   int killed_by = 0;  // of Closed: the signal that ended the writer
 };
@@ -60,7 +60,8 @@ class Journal {
 
   Status note(const FileState& state, arena::Change kind) EXCLUDES(mutex_);
   Status note_closed(const FileState& state, int killed_by) EXCLUDES(mutex_);
-  Status note_extents(const FileState& state, const std::vector<Extent>& extents) EXCLUDES(mutex_);
+  Status note_extents(const FileState& state, const std::vector<WrittenExtent>& extents)
+      EXCLUDES(mutex_);
   Status note_erased(const FileState& state, uint64_t block, uint64_t count) EXCLUDES(mutex_);
   Status note_punched(const FileState& state, uint64_t begin, uint64_t end) EXCLUDES(mutex_);
   // The catalog holds all changes of the inode up to `sequence`.

@@ -283,7 +283,7 @@ TEST_CASE("arena: a slot that was given back is as new") {
   slot->chunk = 5;
   slot->ranges.add(0, 100);
   slot->reserved.set(0);
-  slot->written.push_back(Extent{0, 1, Place{}});
+  slot->written.push_back({Extent{0, 1, Place{}}, {}});
   slot->pending_io = 1;
   slot->io_error = EIO;
   slot->lease = 0;

@@ -15,7 +15,8 @@ TEST_CASE("a block map equals an array under random changes, also through its se
   CAPTURE(seed);
   std::mt19937_64 random(seed);
   constexpr uint64_t kBlocks = 3 * kSegmentBlocks;
-  std::vector<std::optional<std::tuple<uint16_t, uint64_t, uint32_t, bool>>> model(kBlocks);
+  using Known = std::tuple<uint16_t, uint64_t, uint32_t, bool, Checksum>;
+  std::vector<std::optional<Known>> model(kBlocks);
   BlockMap map;
   for (int step = 0; step < 2000; ++step) {
     const uint64_t block = random() % kBlocks;
@@ -28,10 +29,17 @@ TEST_CASE("a block map equals an array under random changes, also through its se
     // Places that often continue each other, so that extents merge.
     const Place place{random() % 3, static_cast<uint32_t>(block + random() % 2),
                       static_cast<uint16_t>(random() % 2), random() % 4 == 0};
-    map.assign(Extent{block, count, place}, nullptr);
+    WrittenExtent written{{block, count, place}, {}};
+    if (!place.unwritten && random() % 2 == 0) {
+      for (uint64_t i = 0; i < count; ++i) {
+        written.checksums.push_back(static_cast<uint32_t>(random()));
+      }
+    }
+    map.assign(written, nullptr);
     for (uint64_t i = 0; i < count; ++i) {
       model[block + i] = {place.device, place.object, place.object_block + static_cast<uint32_t>(i),
-                          place.unwritten};
+                          place.unwritten,
+                          written.checksums.empty() ? Checksum() : written.checksums[i]};
     }
   }
   BlockMap copy;
@@ -43,10 +51,14 @@ TEST_CASE("a block map equals an array under random changes, also through its se
     for (uint64_t block = 0; block < kBlocks; ++block) {
       Extent extent;
       REQUIRE(each->find(block, &extent) == model[block].has_value());
-      if (!model[block].has_value()) continue;
+      const Checksum checksum = each->checksums(block, 1).front();
+      if (!model[block].has_value()) {
+        REQUIRE_FALSE(checksum.has_value());
+        continue;
+      }
       ++mapped;
       const Place& p = extent.place;
-      REQUIRE(std::tuple(p.device, p.object, p.object_block, p.unwritten) == *model[block]);
+      REQUIRE(Known(p.device, p.object, p.object_block, p.unwritten, checksum) == *model[block]);
     }
     CHECK(each->block_count() == mapped);
   }
@@ -54,8 +66,9 @@ TEST_CASE("a block map equals an array under random changes, also through its se
 
 TEST_CASE("a damaged segment is refused, whatever bit is wrong") {
   BlockMap map;
-  map.assign(Extent{3, 10, Place{77, 5, 1, false}}, nullptr);
-  map.assign(Extent{20, 1, Place{78, 0, 0, true}}, nullptr);
+  map.assign({{3, 3, Place{77, 5, 1, false}}, {4, 5, 6}}, nullptr);
+  map.assign({{6, 7, Place{77, 8, 1, false}}, {}}, nullptr);
+  map.assign({{20, 1, Place{78, 0, 0, true}}, {}}, nullptr);
   const std::string blob = map.encode_segment(0);
   BlockMap good;
   REQUIRE(good.decode_segment(0, blob).ok());
@@ -75,7 +88,7 @@ TEST_CASE("a damaged segment is refused, whatever bit is wrong") {
 
 TEST_CASE("changed segments are taken once, and again when they were put back") {
   BlockMap map;
-  map.assign(Extent{kSegmentBlocks - 1, 2, Place{1, 0, 0, false}}, nullptr);
+  map.assign({{kSegmentBlocks - 1, 2, Place{1, 0, 0, false}}, {7, 8}}, nullptr);
   const std::set<uint32_t> changed = map.take_changed();
   CHECK(changed == std::set<uint32_t>{0, 1});
   CHECK_FALSE(map.changed());
@@ -88,12 +101,12 @@ TEST_CASE("changed segments are taken once, and again when they were put back") 
 
 TEST_CASE("a segment whose checksum is right and whose runs are not is refused") {
   // Of the format: a header of 16 bytes, the last four the count of runs; runs of 24 bytes, that
-  // begin with the block and the count; four bytes of zero; the checksum.
+  // begin with the block and the count; the number of checksums, and they; the checksum of it all.
   BlockMap map;
-  map.assign(Extent{3, 10, Place{77, 5, 1, false}}, nullptr);
-  map.assign(Extent{20, 2, Place{78, 0, 0, true}}, nullptr);
+  map.assign({{3, 10, Place{77, 5, 1, false}}, std::vector<uint32_t>(10, 1)}, nullptr);
+  map.assign({{20, 2, Place{78, 0, 0, true}}, {}}, nullptr);
   const std::string blob = map.encode_segment(0);
-  REQUIRE(blob.size() == 16 + 2 * 24 + 8);
+  REQUIRE(blob.size() == 16 + 2 * 24 + 4 + 10 * 4 + 4);
   const auto with = [&](size_t position, uint32_t value) {
     std::string changed = blob.substr(0, blob.size() - sizeof value);
     std::memcpy(changed.data() + position, &value, sizeof value);
@@ -105,9 +118,20 @@ TEST_CASE("a segment whose checksum is right and whose runs are not is refused")
   constexpr size_t kFirst = 16;
   constexpr size_t kSecond = kFirst + 24;
   constexpr size_t kCount = 4;
+  constexpr size_t kDeviceAndFlags = 12;
+  constexpr size_t kChecksumCount = kSecond + 24;
   for (const std::string& damaged : {
            with(0, 0),
-           with(kFormat, 2),
+           with(kFormat, 0),
+           with(kFormat, 3),
+           with(kFirst + kDeviceAndFlags, 2 << 16),  // unverified: then it has no checksums
+           with(kFirst + kDeviceAndFlags, 3 << 16),
+           with(kFirst + kDeviceAndFlags, 4 << 16),
+           with(kSecond + kDeviceAndFlags, 0),  // checksums of its two blocks are missing
+           with(kChecksumCount, 0),
+           with(kChecksumCount, 9),
+           with(kChecksumCount, 11),
+           with(kChecksumCount, UINT32_MAX),
            with(kRunCount, 3),
            with(kFirst + kCount, 0),
            with(kFirst, kSegmentBlocks - 9),
@@ -125,6 +149,29 @@ TEST_CASE("a segment whose checksum is right and whose runs are not is refused")
   CHECK(good.block_count() == 12);
   BlockMap last;
   CHECK(last.decode_segment(0, with(kSecond, kSegmentBlocks - 2)).ok());
+}
+
+// The segment that the first format has for one run.
+static std::string segment_of_format_1() {
+  const uint32_t words[] = {0x47455346, 1, 0, 1, 3, 10, 5, 1, 77, 0, 0};
+  std::string blob(reinterpret_cast<const char*>(words), sizeof words);
+  const uint32_t crc = crc32c(0, blob.data(), blob.size());
+  return blob.append(reinterpret_cast<const char*>(&crc), sizeof crc);
+}
+
+TEST_CASE("a segment of the first format has no checksums, and keeps what it gets") {
+  BlockMap map;
+  REQUIRE(map.decode_segment(0, segment_of_format_1()).ok());
+  CHECK(map.checksums(3, 10) == std::vector<Checksum>(10));
+  map.assign({{5, 1, Place{80, 0, 0, false}}, {99}}, nullptr);
+  BlockMap copy;
+  REQUIRE(copy.decode_segment(0, map.encode_segment(0)).ok());
+  std::vector<Checksum> expected(10);
+  expected[2] = 99;
+  CHECK(copy.checksums(3, 10) == expected);
+  Extent extent;
+  REQUIRE(copy.find(12, &extent));
+  CHECK(extent.place.object_block == 14);
 }
 
 }  // namespace fpfs::testing

@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "engine_fixture.h"
+#include "damage.h"
 #include "file_descriptor.h"
 #include "fuse_wire.h"
 #include "known_directories.h"
@@ -600,6 +600,23 @@ TEST_CASE("channel: a release that no request follows is announced") {
     }
     CHECK(released(engine) == std::vector<uint64_t>{kHandle + i});
   }
+}
+
+TEST_CASE("channel: wrong bytes are neither read nor copied") {
+  Kernel kernel;
+  kernel.open(kIno + 1, kHandle + 1);
+  const std::string bytes = random_bytes(kPieceBytes, 1);
+  kernel.write_whole(0, bytes);
+  REQUIRE(kernel.fixture().commit(*kernel.file(), false) == 0);
+  const Location damaged = locate(kernel.fixture(), kIno, 1);
+  flip(damaged, 10);
+  const std::string copy = copy_body(kHandle, 0, kHandle + 1, 0, kPieceBytes);
+  CHECK(kernel.ask(FUSE_COPY_FILE_RANGE, copy).error == EIO);
+  CHECK(kernel.ask(FUSE_READ, Kernel::read_body(0, kPieceBytes)).error == EIO);
+  CHECK(kernel.engine().file(kIno + 1)->attributes().size == 0);
+  CHECK(kernel.ask(FUSE_READ, Kernel::read_body(100, 5'000)).body == bytes.substr(100, 5'000));
+  flip(damaged, 10);
+  CHECK(Kernel::written(kernel.ask(FUSE_COPY_FILE_RANGE, copy)) == kPieceBytes);
 }
 
 TEST_CASE("channel: a waiting copy is given up when its process is killed, and only then") {

@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-#include "engine_fixture.h"
+#include "damage.h"
 #include "loop_mount.h"
 
 namespace fpfs {
@@ -15,6 +15,7 @@ namespace {
 using testing::EngineFixture;
 using testing::EngineOptions;
 using testing::Ext4;
+using testing::log_lines;
 using testing::LoopMount;
 using testing::random_bytes;
 using testing::Xfs;
@@ -27,15 +28,6 @@ EngineOptions over(const LoopMount& mount, int devices = 2) {
   options.devices = devices;
   options.paths = {mount.path()};
   return options;
-}
-
-uint64_t log_lines(Engine& engine, const std::string& part) {
-  uint64_t count = 0;
-  for (const Event& event : engine.take_events()) {
-    const auto* line = std::get_if<LogEvent>(&event);
-    count += line != nullptr && line->message.find(part) != std::string::npos ? 1 : 0;
-  }
-  return count;
 }
 
 TEST_CASE("engine fault: what a lost device does not take goes to another one") {
@@ -71,6 +63,10 @@ TEST_CASE("engine fault: staged bytes whose device is lost are written to anothe
   CHECK(fixture.read(*file, 0, bytes.size()) == bytes);
   CHECK(fixture.engine().device_failed(0));
   CHECK(log_lines(fixture.engine(), "its bytes go to device 1") == 1);
+  CHECK(testing::check_committed(fixture, 2) == 2);
+  testing::flip(testing::locate(fixture, 2, 1), 30'000);
+  std::string found;
+  CHECK(fixture.try_read(*file, bytes.size() - 1, 1, &found) == EIO);
 }
 
 TEST_CASE("engine fault: bytes lost with a device before their flush are not committed") {

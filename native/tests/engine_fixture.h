@@ -26,6 +26,7 @@ struct EngineOptions {
   std::string arena = {};    // its file; a memfd without
   bool take_over = false;    // it is there
   uint64_t mount_count = 0;  // how often these devices were opened before
+  bool checksums = true;
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -115,7 +116,7 @@ class EngineFixture {
         finished.put(failure);
       }
     } job;
-    const size_t bytes = (length / kIoAlignment + 3) * kIoAlignment;
+    const size_t bytes = ReadJob::buffer_bytes(length);
     AlignedBuffer buffer(bytes);
     std::memset(buffer.data(), 0xa5, bytes);  // as if others had read into it before
     job.to = result;
@@ -213,6 +214,7 @@ class EngineFixture {
     config.arena_path = options_.arena;
     config.take_over = options_.take_over;
     config.filesystem_id = "fixture";
+    config.checksums = options_.checksums;
     auto opened = Engine::open(config);
     REQUIRE_MESSAGE(opened.ok(), opened.status().message());
     engine_ = opened.take();

@@ -25,7 +25,7 @@ constexpr uint64_t kStagedBytes = kChunkBytes - 1;
 
 // A read of staged bytes that ends when the test says so: it counts as one more part.
 struct HeldRead : ReadJob {
-  AlignedBuffer memory{kChunkBytes + 2 * kIoAlignment};
+  AlignedBuffer memory{ReadJob::buffer_bytes(kChunkBytes)};
   std::string found;
   int failure = -1;
   explicit HeldRead(File& from) {

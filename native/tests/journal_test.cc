@@ -44,7 +44,12 @@ struct Memory {
 
 FileState state_of(uint64_t ino, uint64_t size) { return {ino, size, 11, 12, ino % 2 == 1}; }
 
-Extent extent_at(uint64_t block) { return {block, 3, Place{block + 100, 7, 2, block % 2 == 1}}; }
+WrittenExtent extent_at(uint64_t block) {
+  const bool unwritten = block % 2 == 1;
+  WrittenExtent written{{block, 3, Place{block + 100, 7, 2, unwritten}}, {}};
+  if (!unwritten) written.checksums = {1, static_cast<uint32_t>(block), UINT32_MAX};
+  return written;
+}
 
 std::vector<uint64_t> sizes(const std::vector<JournalEntry>& entries) {
   std::vector<uint64_t> result;
@@ -72,15 +77,17 @@ TEST_CASE("journal: another process finds every change, in order and whole") {
   CHECK(entries[0].state.privileges_dropped);
   CHECK_FALSE(entries[1].state.privileges_dropped);
   REQUIRE(entries[0].extents.size() == 2);
-  CHECK(entries[0].extents[1].block == 9);
-  CHECK(entries[0].extents[1].count == 3);
-  CHECK(entries[0].extents[1].place.object == 109);
-  CHECK(entries[0].extents[1].place.object_block == 7);
-  CHECK(entries[0].extents[1].place.device == 2);
-  CHECK(entries[0].extents[1].place.unwritten);
-  CHECK_FALSE(entries[0].extents[0].place.unwritten);
-  CHECK(entries[1].extents.at(0).block == 8);
-  CHECK(entries[1].extents.at(0).count == 5);
+  CHECK(entries[0].extents[1].extent.block == 9);
+  CHECK(entries[0].extents[1].extent.count == 3);
+  CHECK(entries[0].extents[1].extent.place.object == 109);
+  CHECK(entries[0].extents[1].extent.place.object_block == 7);
+  CHECK(entries[0].extents[1].extent.place.device == 2);
+  CHECK(entries[0].extents[1].extent.place.unwritten);
+  CHECK(entries[0].extents[1].checksums.empty());
+  CHECK_FALSE(entries[0].extents[0].extent.place.unwritten);
+  CHECK(entries[0].extents[0].checksums == std::vector<uint32_t>{1, 4, UINT32_MAX});
+  CHECK(entries[1].extents.at(0).extent.block == 8);
+  CHECK(entries[1].extents.at(0).extent.count == 5);
   CHECK(entries[3].begin == 17);
   CHECK(entries[3].end == 23);
   for (size_t i = 1; i < entries.size(); ++i) CHECK(entries[i - 1].sequence < entries[i].sequence);

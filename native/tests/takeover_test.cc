@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "crc32c.h"
-#include "engine_fixture.h"
+#include "damage.h"
 
 namespace fpfs::testing {
 namespace {
@@ -116,7 +116,7 @@ Committed load_catalog(const std::string& path) {
   return committed;
 }
 
-struct Place {
+struct Site {
   TempDirectory directory;
   EngineOptions options(bool take_over, uint64_t mount_count) const {
     EngineOptions options;
@@ -129,7 +129,7 @@ struct Place {
   std::string catalog() const { return directory.path() + "/catalog"; }
 };
 
-void commit(EngineFixture& fixture, File& file, const Place& place) {
+void commit(EngineFixture& fixture, File& file, const Site& place) {
   SnapshotData snapshot;
   REQUIRE(fixture.drain(file, false, &snapshot) == 0);
   Committed after = fixture.catalog()[kIno];
@@ -138,7 +138,7 @@ void commit(EngineFixture& fixture, File& file, const Place& place) {
   fixture.make_current(file, snapshot);
 }
 
-void perform(EngineFixture& fixture, File& file, const Operation& operation, const Place& place) {
+void perform(EngineFixture& fixture, File& file, const Operation& operation, const Site& place) {
   int error = 0;
   switch (operation.kind) {
     case Kind::Write:
@@ -161,7 +161,7 @@ void perform(EngineFixture& fixture, File& file, const Operation& operation, con
 }
 
 // Runs in the child: says over the pipe which operation has ended, one byte each.
-[[noreturn]] void work(const Place& place, const std::vector<Operation>& operations, int pipe) {
+[[noreturn]] void work(const Site& place, const std::vector<Operation>& operations, int pipe) {
   EngineFixture fixture(place.options(false, 0));
   const auto file = fixture.load(kIno);
   if (::write(pipe, "x", 1) != 1) ::_exit(2);  // there is an arena
@@ -174,7 +174,7 @@ void perform(EngineFixture& fixture, File& file, const Operation& operation, con
 }
 
 // Lets a child work and kills it; how many operations had ended then.
-size_t work_and_die(const Place& place, const std::vector<Operation>& operations, uint64_t seed) {
+size_t work_and_die(const Site& place, const std::vector<Operation>& operations, uint64_t seed) {
   int pipe[2];
   REQUIRE(::pipe(pipe) == 0);
   const pid_t pid = ::fork();
@@ -207,7 +207,7 @@ void check_content(EngineFixture& fixture, File& file, const std::string& model)
 
 void kill_and_take_over(uint64_t seed) {
   INFO("FPFS_SEED=" << seed);
-  const Place place;
+  const Site place;
   const std::vector<Operation> operations = make_operations(seed, 30);
   const size_t ended = work_and_die(place, operations, std::mt19937_64(seed)());
   std::string model;
@@ -234,6 +234,7 @@ void kill_and_take_over(uint64_t seed) {
   check_content(fixture, *file, model);
   commit(fixture, *file, place);
   check_content(fixture, *file, model);
+  check_committed(fixture, kIno);
   fixture.reopen_without_arena();
   const auto again = fixture.load(kIno);
   check_content(fixture, *again, model);
@@ -241,7 +242,7 @@ void kill_and_take_over(uint64_t seed) {
 
 // An engine that ended without a word, and the one that takes its arena over.
 struct Succession {
-  Place place;
+  Site place;
   std::unique_ptr<EngineFixture> first = std::make_unique<EngineFixture>(place.options(false, 0));
   std::unique_ptr<EngineFixture> second;
 
@@ -331,6 +332,31 @@ TEST_CASE("takeover: a size that changed while a snapshot was made survives its 
   FAIL("the size never changed in time");
 }
 
+TEST_CASE("takeover: blocks that only the journal knows of are checked when they are read") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  const std::string content = random_bytes(kFileBytes, 1);
+  REQUIRE(succession.first->write(*file, 0, content) == 0);
+  SnapshotData written;
+  REQUIRE(succession.first->drain(*file, false, &written) == 0);  // and never committed
+  const auto taken = succession.take_over();
+  EngineFixture& second = *succession.second;
+  second.catalog()[kIno].take(written);
+  const Location damaged = locate(second, kIno, 7);
+  flip(damaged, 100);
+  std::string found;
+  CHECK(second.try_read(*taken, 7 * kBlockBytes, 1, &found) == EIO);
+  CHECK(second.read(*taken, 0, 7 * kBlockBytes) == content.substr(0, 7 * kBlockBytes));
+  // Committed by the successor, it is as damaged.
+  REQUIRE(second.commit(*taken, true) == 0);
+  second.reopen_without_arena();
+  const auto again = second.load(kIno);
+  CHECK(second.try_read(*again, 7 * kBlockBytes, 1, &found) == EIO);
+  flip(damaged, 100);
+  CHECK(second.read(*again, 0, kFileBytes) == content);
+  CHECK(check_committed(second, kIno) == kFileBytes / kBlockBytes);
+}
+
 TEST_CASE("takeover: inline content that was left behind does not show through holes") {
   Succession succession;
   const auto file = succession.first->load(kIno);
@@ -344,7 +370,7 @@ TEST_CASE("takeover: inline content that was left behind does not show through h
 
 TEST_CASE("takeover: an arena that was never finished is made anew") {
   for (const size_t bytes : {0U, 100U, 1'000'000U}) {
-    const Place place;
+    const Site place;
     const EngineOptions options = place.options(true, 1);
     std::ofstream(options.arena, std::ios::binary) << std::string(bytes, '\0');
     EngineFixture fixture(options);
@@ -356,7 +382,7 @@ TEST_CASE("takeover: an arena that was never finished is made anew") {
 }
 
 TEST_CASE("takeover: an arena of another filesystem or boot, or a damaged one, is not taken") {
-  const Place place;
+  const Site place;
   EngineOptions options = place.options(false, 0);
   std::string whole(4096, '\0');
   {

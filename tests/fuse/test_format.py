@@ -75,7 +75,7 @@ def test_the_arenas_header_is_as_documented(arena: bytes) -> None:
     fields = offsets("Arena header")
     at, size = fields["magic `FPFARENA`"]
     assert arena[at : at + size] == b"FPFARENA"
-    assert number(arena, fields["format"]) == 2
+    assert number(arena, fields["format"]) == 3
     length = number(arena, fields["size of the header"])
     assert length == sum(fields["CRC32C of everything before"])
     assert is_sound(arena[:length], fields["CRC32C of everything before"])
@@ -148,3 +148,31 @@ def test_the_catalogs_columns_are_as_documented() -> None:
         catalog.close()
     assert documented == actual
     assert zlib.crc32(struct.pack("<q", ino) + content) == crc
+
+
+def test_a_layout_segment_and_its_checksums_are_as_documented() -> None:
+    content = b"some bytes" * 20_000
+    with mounted(devices=1) as mount:
+        (mount.root / "file").write_bytes(content)
+        mount.unmount()
+        catalog = sqlite3.connect(Path(mount.devices[0], "catalog.db"))
+        ((blob,),) = catalog.execute("SELECT blob FROM segments")
+        catalog.close()
+        field = offsets("Layout segment")
+        assert blob[:4] == b"FSEG"
+        assert struct.unpack_from("<H", blob, field["format"][0]) == (2,)
+        assert number(blob, field["number of runs"]) == 1
+        at, size = field["runs"]
+        first, count, object_block, device, flags, object_id = struct.unpack_from(
+            "<IIIHHQ", blob, at
+        )
+        assert (first, count, device, flags) == (0, 4, 0, 0)
+        name = f"{object_id:016x}"
+        stored = Path(mount.devices[0], "objects", name[-2:], name).read_bytes()
+    assert struct.unpack_from("<I", blob, at + size) == (4,)
+    checksums = struct.unpack_from("<4I", blob, at + size + 4)
+    for index, checksum in enumerate(checksums):
+        block = stored[(object_block + index) * 65_536 :][:65_536]
+        assert crc32c(block.ljust(65_536, b"\0")) == checksum
+    assert len(blob) == at + size + 4 + 4 * 4 + 4
+    assert crc32c(blob[:-4]) == struct.unpack("<I", blob[-4:])[0]

@@ -6,6 +6,7 @@ from fpfs.core.options import (
     _EXAMPLES,
     STAGING_BYTES_DEFAULT_MAX,
     Backend,
+    Checksums,
     Idle,
     MountOptions,
     default_staging_bytes,
@@ -26,7 +27,7 @@ def test_every_option_can_be_given() -> None:
     options = parse_mount_options(
         [
             "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3,idle=deep",
-            "device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
+            "checksums=off,device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
         ]
     )
     assert options == MountOptions(
@@ -37,6 +38,7 @@ def test_every_option_can_be_given() -> None:
         depth=4,
         receivers=3,
         idle=Idle.DEEP,
+        checksums=Checksums.OFF,
         devices=("/a", "/b"),
         log="/l",
         source="/a:/b",
