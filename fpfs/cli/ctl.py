@@ -13,14 +13,15 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
+from fpfs.cli import scrub as scrubbing
 from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
-from fpfs.core.units import format_size
+from fpfs.core.units import format_size, parse_size_bytes
 
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
-SURPLUS = dict.fromkeys(("status", "wait", "flush", "restart"), "there is one path")
+SURPLUS = dict.fromkeys(("status", "wait", "flush", "restart", "scrub"), "there is one path")
 """Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
 """poll(2) counts milliseconds in 31 bits."""
@@ -177,6 +178,32 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     asked = f"flush of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))
+
+
+@app.command
+def scrub(
+    path: str = ".",
+    /,
+    *,
+    rate: str | None = None,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Read what is committed from the devices, compare it with its checksums, name what differs.
+
+    PATH is a file, a directory, or the mountpoint for everything; without one, the current
+    directory. Exit status 1 when anything is damaged.
+
+    Parameters
+    ----------
+    rate
+        Bytes to read in a second at most, such as 500M (default: as fast as it goes).
+    json
+        Print the result as JSON; sizes in bytes.
+    """
+    bytes_per_s = None if rate is None else parse_size_bytes(rate, name="--rate")
+    if bytes_per_s == 0:
+        raise Refused(asked="--rate 0", wrong="nothing would be read", remedy="take 1M or more")
+    return scrubbing.scrub(path, bytes_per_s=bytes_per_s, json=json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

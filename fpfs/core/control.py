@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import glob
 import os
 import select
@@ -43,8 +44,33 @@ class Verb(enum.StrEnum):
     RESTART = "restart"
     """Go on with the program that is installed by now. Reply: `Renewing`, before the server makes
     room for the next one."""
+    SCRUB = "scrub"
+    """Look at some of the inode `ino`, or of all (0), as `scrub` says. Reply: `Scrubbed`."""
     END = "end"
     """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
+
+
+class ScrubStage(enum.StrEnum):
+    """What a scrub looks at: first at contents in the catalog, then at those on devices."""
+
+    INLINE = "inline"
+    SEGMENTS = "segments"
+
+
+class ScrubCursor(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a scrub goes on: a block of a layout segment of an inode."""
+
+    stage: ScrubStage = ScrubStage.INLINE
+    ino: int = 0
+    segment: int = 0
+    block: int = 0
+
+
+class ScrubStep(msgspec.Struct, kw_only=True, frozen=True):
+    """What to look at next: from a cursor on, reading at most `bytes_max` from the devices."""
+
+    cursor: ScrubCursor = ScrubCursor()
+    bytes_max: int = 0
 
 
 class Request(msgspec.Struct, kw_only=True, frozen=True):
@@ -52,6 +78,7 @@ class Request(msgspec.Struct, kw_only=True, frozen=True):
 
     verb: Verb
     ino: int = 0
+    scrub: ScrubStep = ScrubStep()
     version: int = PROTOCOL_VERSION
 
 
@@ -81,6 +108,39 @@ class Renewing(msgspec.Struct, kw_only=True, frozen=True):
     """The server makes room for a program of this version."""
 
     version: str
+
+
+class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):
+    """A part of a file, `size_bytes` long, that is not what was written there; `error` says why.
+
+    `path` starts at the mountpoint; it is empty for a file without a name. What is damaged in the
+    catalog lies on no device (-1), and in no object.
+    """
+
+    ino: int
+    path: str = ""
+    offset_bytes: int = 0
+    size_bytes: int = 0
+    device: int = -1
+    device_path: str = ""
+    object: str = ""
+    object_block: int = 0
+    errno: int = errno.EIO
+    error: str = ""
+
+
+class Scrubbed(msgspec.Struct, kw_only=True, frozen=True):
+    """What a step of a scrub came to. `cursor` says where to go on; without one it is over.
+
+    `bytes_unverified` were written without checksums and are not looked at. `bytes_total` is what
+    there is to look at, in the first reply of a scrub of all files.
+    """
+
+    bytes_checked: int
+    bytes_unverified: int
+    bytes_total: int
+    damage: tuple[DamagedContent, ...]
+    cursor: ScrubCursor | None
 
 
 class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
@@ -229,6 +289,10 @@ def _is_missing(path: str) -> bool:
 Result = TypeVar("Result")
 
 
+class ServerEnded(Refused):
+    """The server that was asked ended before it answered; another may take over."""
+
+
 class ControlClient:
     """A connection to the server of one mount."""
 
@@ -280,19 +344,21 @@ class ControlClient:
         kind: type[Result],
         *,
         ino: int = 0,
+        scrub: ScrubStep | None = None,
         timeout_s: float | None = None,
     ) -> Result:
         """Send a request and wait for its result.
 
         Raises `Refused` with the server's words, when it ends without a reply, and on timeout.
         """
-        self.send(verb, ino=ino)
+        self.send(verb, ino=ino, scrub=scrub)
         return self.receive(kind, timeout_s=timeout_s)
 
-    def send(self, verb: Verb, *, ino: int = 0) -> None:
+    def send(self, verb: Verb, *, ino: int = 0, scrub: ScrubStep | None = None) -> None:
         """Send a request without waiting; `receive` gets its result, or learns that it failed."""
+        request = Request(verb=verb, ino=ino, scrub=scrub or ScrubStep())
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
+            self._socket.sendall(msgspec.json.encode(request) + b"\n")
 
     def receive(self, kind: type[Result], *, timeout_s: float | None = None) -> Result:
         """Wait for the result of what was sent. Raises as `ask` does."""
@@ -311,7 +377,7 @@ class ControlClient:
 
     def _result(self, line: bytes, kind: type[Result]) -> Result:
         if not line.endswith(b"\n"):
-            raise Refused(
+            raise ServerEnded(
                 asked=self._asked,
                 wrong=f"the server of {self._mountpoint} ended without an answer",
                 remedy="its log says why",

@@ -145,6 +145,27 @@ class Snapshot(NamedTuple):
     noted: int = 0
 
 
+class StoredRange(NamedTuple):
+    """Blocks of an object, from block `block` on, and what their checksums should be."""
+
+    device: int
+    object: int
+    block: int
+    checksums: Sequence[int]
+
+
+class Damage(NamedTuple):
+    """`count` blocks, from block `first` of the range at index `range`, that are not sound.
+
+    `errno` says why they could not be read, or is 0 when their checksums differ.
+    """
+
+    range: int
+    first: int
+    count: int  # type: ignore[assignment]
+    errno: int
+
+
 class LeftHandle(NamedTuple):
     """An open file that a server that died had promised to the kernel.
 
@@ -328,6 +349,14 @@ class Engine(Protocol):
 
     async def remove_objects(self, objects: Sequence[ObjectId]) -> None:
         """Delete objects (no committed layout refers to them)."""
+
+    async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
+        """Read ranges from the devices, past every cache, and compare them with their checksums."""
+
+    def report_damage(
+        self, ino: int, block: int, *, device: int, object_: int, object_block: int
+    ) -> None:
+        """Count and log a damaged block of an inode as a read of it would."""
 
     def take_error(self, handle: int) -> int:
         """Errno of an I/O error not yet reported through this handle, or 0."""
@@ -566,6 +595,17 @@ class NativeEngine:
         """See `Engine.remove_objects`."""
         plain = [(key.device, key.id) for key in objects]
         await self._completion(self._native.remove_objects(plain))
+
+    async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
+        """See `Engine.verify`."""
+        plain = [(r.device, r.object, r.block, list(r.checksums)) for r in ranges]
+        return [Damage(*fields) for fields in await self._completion(self._native.verify(plain))]
+
+    def report_damage(
+        self, ino: int, block: int, *, device: int, object_: int, object_block: int
+    ) -> None:
+        """See `Engine.report_damage`."""
+        self._native.report_damage(ino, block, device, object_, object_block)
 
     def take_error(self, handle: int) -> int:
         """See `Engine.take_error`."""

@@ -28,12 +28,15 @@ from fpfs.core.errors import (
 )
 from fpfs.core.limits import LINK_COUNT_MAX
 from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow
-from fpfs.daemon.catalog_schema import FPFS_INO
+from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog_worker import Transaction
 
 DIRECTORY_TYPE = stat.S_IFDIR >> 12
+
+PATH_PARTS_MAX = 10_000
+"""No path is followed further: a damaged catalog may lead in circles."""
 
 
 class NewInode(NamedTuple):
@@ -378,3 +381,29 @@ def list_entries(
         (directory, after_cookie, below_cookie, count),
     )
     return [Entry(row[0], row[1], InodeRow._make(row[2:])) for row in rows]
+
+
+def path_of(transaction: Transaction, ino: int) -> bytes:
+    """Return a path of an inode from the root, or nothing when it has no name.
+
+    Without an index by inode this may look at every name: it is for reports.
+    """
+    parts: list[bytes] = []
+    while ino != ROOT_INO:
+        row = _name_of(transaction, ino)
+        if row is None or len(parts) > PATH_PARTS_MAX:
+            return b""
+        ino, name = row
+        parts.append(name)
+    return b"/".join(reversed(parts))
+
+
+def _name_of(transaction: Transaction, ino: int) -> tuple[int, bytes] | None:
+    """Return the directory and the name of an entry for an inode."""
+    query = "SELECT parent, name FROM names WHERE"
+    # An entry that was made with its inode has the same number.
+    for place in ("cookie = ?1 AND ino = ?1", "ino = ?1"):
+        row = transaction.execute(f"{query} {place} LIMIT 1", (ino,)).fetchone()
+        if row is not None:
+            return int(row[0]), bytes(row[1])
+    return None

@@ -1,7 +1,8 @@
 """The server's end of the control protocol: requests of ``fpfs-ctl`` and ``fpfs umount``.
 
 Invariants:
-  * Only root, the server's user and, on a mount that is open to others, others are answered.
+  * Only root, the server's user and, on a mount that is open to others, others are answered; what
+    names files that others may not see (SCRUB) only for the first two.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
 
@@ -25,6 +26,8 @@ from fpfs.core.control import (
     Renewing,
     Reply,
     Request,
+    Scrubbed,
+    ScrubStep,
     Status,
     Verb,
     peer,
@@ -34,8 +37,11 @@ _log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 64 * 1024
 assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
 
+OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART)
+"""What others may not ask for: it names files that they may not see, or changes the mount."""
 
-Result: TypeAlias = Status | Flushed | Renewing
+
+Answer: TypeAlias = Status | Flushed | Scrubbed | Renewing
 
 
 class Controlled(Protocol):
@@ -55,6 +61,9 @@ class Controlled(Protocol):
 
     def renew(self) -> NoReturn:
         """Make room for the next server."""
+
+    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
+        """Look at some of the contents of an inode, or of all (0)."""
 
 
 class ControlServer:
@@ -110,15 +119,14 @@ class ControlServer:
         if self._waiting_for_end:
             await self._told_everybody.wait()
 
-    def _allowed(self, connection: trio.socket.SocketType) -> bool:
-        return self._open_to_others or _is_owner(connection)
-
     async def _converse(self, connection: trio.socket.SocketType) -> None:
         stream = trio.SocketStream(connection)
+        uid = peer(connection).uid  # type: ignore[arg-type]
+        is_owner = uid in (0, os.geteuid())
         async with stream:
             try:
-                if self._allowed(connection):
-                    await self._answer_lines(stream, is_owner=_is_owner(connection))
+                if is_owner or self._open_to_others:
+                    await self._answer_lines(stream, is_owner=is_owner)
                 else:
                     await self._send(stream, Reply(error="this mount belongs to another user"))
             except (trio.BrokenResourceError, ConnectionError):
@@ -145,11 +153,12 @@ class ControlServer:
             wrong = f"the server speaks version {PROTOCOL_VERSION}, not {request.version}"
             await self._send(stream, Reply(error=wrong))
             return
+        if request.verb in OWNERS_VERBS and not is_owner:
+            wrong = f"only root and the mount's owner may {request.verb} it"
+            await self._send(stream, Reply(error=wrong))
+            return
         if request.verb is Verb.END:
             await self._answer_end(stream, request)
-            return
-        if request.verb is Verb.RESTART and not is_owner:
-            await self._send(stream, Reply(error="only root and who mounted it may do that"))
             return
         try:
             result = await self._unless_ended(request)
@@ -160,14 +169,14 @@ class ControlServer:
             await self._send(stream, _reply(result))
             if isinstance(result, Renewing):
                 self._controlled.renew()
-        elif request.verb is Verb.STATUS:
+        elif request.verb in (Verb.STATUS, Verb.SCRUB):
             await self._send(stream, Reply(error="the mount has ended"))
         else:
             await self._answer_end(stream, request)
 
-    async def _unless_ended(self, request: Request) -> Result | None:
+    async def _unless_ended(self, request: Request) -> Answer | None:
         """The result of a request, or None when there is no server to ask any more."""
-        result: Result | None = None
+        result: Answer | None = None
         if not self._refusing:
             with trio.CancelScope() as scope:
                 self._requests.add(scope)
@@ -182,14 +191,16 @@ class ControlServer:
         if self._refusing and not self._requests:
             self._requests_ended.set()
 
-    async def _result(self, request: Request) -> Result:
+    async def _result(self, request: Request) -> Answer:
         match request.verb:
-            case Verb.RESTART:
-                return await self._controlled.prepare_renewal()
             case Verb.STATUS:
                 return await self._controlled.status()
             case Verb.WAIT:
                 return await self._controlled.wait_durable(request.ino)
+            case Verb.RESTART:
+                return await self._controlled.prepare_renewal()
+            case Verb.SCRUB:
+                return await self._controlled.scrub(request.scrub, ino=request.ino)
             case _:
                 return await self._controlled.flush()
 
@@ -219,10 +230,5 @@ class ControlServer:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")
 
 
-def _is_owner(connection: trio.socket.SocketType) -> bool:
-    """Whether root, or the server's own user, is at the other end."""
-    return peer(connection).uid in (0, os.geteuid())  # type: ignore[arg-type]
-
-
-def _reply(result: Result) -> Reply:
+def _reply(result: Answer) -> Reply:
     return Reply(result=msgspec.Raw(msgspec.json.encode(result)))

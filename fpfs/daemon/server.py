@@ -29,7 +29,15 @@ import pyfuse3
 import trio
 
 import fpfs
-from fpfs.core.control import Failure, Flushed, Renewing, Status, socket_path
+from fpfs.core.control import (
+    Failure,
+    Flushed,
+    Renewing,
+    Scrubbed,
+    ScrubStep,
+    Status,
+    socket_path,
+)
 from fpfs.core.engine import (
     ChannelClosed,
     DeviceConfig,
@@ -59,6 +67,7 @@ from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.places import CPU_LATENCY, arena_path
 from fpfs.daemon.requests import Requests
+from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.takeover import TakeOver
 
 REQUESTS_MAX = 1000
@@ -122,6 +131,11 @@ class Server:
             is_whole=policy.is_whole,
         )
         self._requests = Requests(catalog)
+        self._scrub = Scrub(
+            catalog=catalog,
+            engine=engine,
+            device_paths={device.number: device.path for device in devices.devices},
+        )
         self._namespace = Namespace(
             catalog=catalog,
             engine=engine,
@@ -275,6 +289,10 @@ class Server:
         self._namespace.catch_up()
         failed = await self._commit.flush_all(written_to=written_to)
         return Flushed(failures=metrics.failures(failed))
+
+    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
+        """Compare some committed contents with their checksums, for the control protocol."""
+        return await self._scrub.step(step, ino=ino)
 
     async def _flush_at_end(self) -> Flushed:
         """Flush; when the catalog itself is what failed, that is one of the failures.

@@ -24,6 +24,7 @@ from fpfs.core.engine import (
     BLOCK_BYTES,
     INLINE_BYTES_MAX,
     SEGMENT_BLOCKS,
+    Damage,
     EngineConfig,
     Event,
     FileAttributes,
@@ -35,6 +36,7 @@ from fpfs.core.engine import (
     Range,
     Released,
     Snapshot,
+    StoredRange,
     SyncWrite,
     crc32c,
 )
@@ -474,6 +476,27 @@ class MemoryEngine:
         self.calls.append(("remove_objects", tuple(objects)))
         for identity in objects:
             self.devices.objects.pop(identity, None)
+
+    async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
+        """Compare blocks with their checksums; what is gone cannot be read."""
+        await trio.lowlevel.checkpoint()
+        self.calls.append(("verify", len(ranges)))
+        damage = []
+        for number, (device, object_, block, checksums) in enumerate(ranges):
+            held = self.devices.objects.get(ObjectId(device, object_))
+            if held is None:
+                damage.append(Damage(number, 0, len(checksums), errno.ENOENT))
+                continue
+            for index, checksum in enumerate(checksums):
+                if crc32c(held.get(block + index, ZEROS)) != checksum:
+                    damage.append(Damage(number, index, 1, 0))
+        return damage
+
+    def report_damage(
+        self, ino: int, block: int, *, device: int, object_: int, object_block: int
+    ) -> None:
+        """Note that damage was reported."""
+        self.calls.append(("report_damage", ino, block, device, object_, object_block))
 
     def take_error(self, handle: int) -> int:
         """Return an error not reported yet."""

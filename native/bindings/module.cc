@@ -73,6 +73,12 @@ nb::tuple event_tuple(const Event& event) {
           return nb::make_tuple("done", e.ticket, e.error);
         } else if constexpr (std::is_same_v<T, SyncWriteEvent>) {
           return nb::make_tuple("sync_write", e.ticket, e.ino);
+        } else if constexpr (std::is_same_v<T, VerifiedEvent>) {
+          nb::list damage;
+          for (const auto& [range, first, count, error] : e.damage) {
+            damage.append(nb::make_tuple(range, first, count, error));
+          }
+          return nb::make_tuple("done", e.ticket, e.error, damage);
         } else if constexpr (std::is_same_v<T, LogEvent>) {
           return nb::make_tuple("log", e.level, e.message);
         } else if constexpr (std::is_same_v<T, ReleasedEvent>) {
@@ -279,6 +285,22 @@ void bind_plane(nb::class_<Engine>& type) {
              return engine.discard(std::move(extents));
            })
       .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
+      .def("verify",
+           [](Engine& engine,
+              const std::vector<std::tuple<uint16_t, uint64_t, uint32_t, std::vector<uint32_t>>>&
+                  ranges) {
+             std::vector<StoredRange> stored;
+             for (const auto& [device, object, block, checksums] : ranges) {
+               stored.push_back({Place{object, block, device, false}, checksums});
+             }
+             const nb::gil_scoped_release release;
+             return engine.verify(std::move(stored));
+           })
+      .def("report_damage",
+           [](Engine& engine, uint64_t ino, uint64_t block, uint16_t device, uint64_t object,
+              uint32_t object_block) {
+             engine.report_damage(ino, block, Place{object, object_block, device, false});
+           })
       .def("serve",
            [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
              Result<int> result = engine.serve(fd, std::move(directories), resume);

@@ -133,6 +133,7 @@ void Engine::close() {
   if (channel_ != nullptr) channel_->stop();
   worker_.stop();
   waker_.stop();
+  end_verifications();
   for (auto& device : devices_) device->close();
   if (arena_ != nullptr) arena_->remove();
   {

@@ -68,6 +68,24 @@ struct SyncWriteEvent {
   uint64_t ticket;
   uint64_t ino;
 };
+// Blocks behind each other in one object, from `place` on, and what their checksums should be.
+struct StoredRange {
+  Place place;
+  std::vector<uint32_t> checksums;
+};
+// `count` blocks, from the block `first` of a range, that cannot be read (an errno), or whose
+// checksum differs (0).
+struct Damage {
+  uint64_t range;
+  uint64_t first;
+  uint64_t count;
+  int error;
+};
+struct VerifiedEvent {
+  uint64_t ticket;
+  int error;
+  std::vector<Damage> damage;
+};
 struct LogEvent {
   int level;
   std::string message;
@@ -77,8 +95,8 @@ struct ClosedEvent {
 };
 // take_released() has something.
 struct ReleasedEvent {};
-using Event = std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, LogEvent,
-                           ClosedEvent, ReleasedEvent>;
+using Event = std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, VerifiedEvent,
+                           LogEvent, ClosedEvent, ReleasedEvent>;
 
 // An open file description as the kernel knows it.
 struct Handle {
@@ -162,6 +180,8 @@ class Engine : public Plane {
   uint64_t truncate(uint64_t ino, uint64_t size);
   uint64_t discard(std::vector<Extent> ranges);
   uint64_t remove_objects(std::vector<ObjectKey> objects);
+  // Reads what lies on the devices, past every cache, and compares it (engine_verify.cc).
+  uint64_t verify(std::vector<StoredRange> ranges) EXCLUDES(verify_mutex_);
 
   // `directories`: what the channel may say of them by itself.
   // `resume`: another process served the connection, and the arena knows it.
@@ -210,6 +230,9 @@ class Engine : public Plane {
     uint64_t changed = 0;  // of the last other change
     int killed_by = 0;     // of that close
   };
+  class Verification;
+  void verification_ended() EXCLUDES(verify_mutex_);
+  void end_verifications() EXCLUDES(verify_mutex_);
   Status start();
   Status open_arena();
   void sort_remains(Remains remains);
@@ -248,6 +271,11 @@ class Engine : public Plane {
   std::unordered_map<uint64_t, std::shared_ptr<File>> files_ GUARDED_BY(table_mutex_);
   std::unordered_map<uint64_t, std::shared_ptr<Handle>> handles_ GUARDED_BY(table_mutex_);
   std::unordered_map<uint64_t, Counts> counts_ GUARDED_BY(table_mutex_);
+
+  Mutex verify_mutex_;
+  CondVar verified_;
+  uint64_t verifications_ GUARDED_BY(verify_mutex_) = 0;
+  std::atomic<bool> closing_{false};
 
   Mutex damage_mutex_;
   std::set<std::tuple<uint16_t, uint64_t, uint32_t>> damage_ GUARDED_BY(damage_mutex_);  // logged

@@ -1,5 +1,8 @@
 // Checksums of contents: right for whatever is committed, and what does not fit them is not read.
+#include <poll.h>
+
 #include <cerrno>
+#include <set>
 
 #include "damage.h"
 
@@ -236,6 +239,82 @@ TEST_CASE("checksums: blocks that were written without are read, and keep none")
   flip(locate(next, kIno, 3), 60'000);
   std::string found;
   CHECK(next.try_read(*file, 3 * kBlockBytes, 1, &found) == EIO);
+}
+
+// What a verification comes to.
+static VerifiedEvent wait_verified(Engine& engine, uint64_t ticket) {
+  for (;;) {
+    pollfd wait{engine.event_fd(), POLLIN, 0};
+    REQUIRE(::poll(&wait, 1, 60'000) == 1);
+    for (const Event& event : engine.take_events()) {
+      const auto* verified = std::get_if<VerifiedEvent>(&event);
+      if (verified != nullptr && verified->ticket == ticket) return *verified;
+    }
+  }
+}
+
+// All committed blocks of the file, as a scrub asks for them.
+static std::vector<StoredRange> ranges_of(Stored& stored) {
+  const BlockMap map = map_of(stored.fixture.catalog()[kIno]);
+  std::vector<StoredRange> ranges;
+  for (const Extent& extent : map.lookup(0, kBlocks)) {
+    StoredRange& range = ranges.emplace_back(StoredRange{extent.place, {}});
+    for (const Checksum& each : map.checksums(extent.block, extent.count)) {
+      range.checksums.push_back(each.value());
+    }
+  }
+  return ranges;
+}
+
+TEST_CASE("checksums: a verification finds each damaged block, and what cannot be read") {
+  constexpr uint64_t kRun = 37;  // several pieces, the last one short
+  Stored stored(random_bytes(kRun * kBlockBytes - 1000, 10), {.devices = 1});
+  Engine& engine = stored.fixture.engine();
+  const BlockMap map = map_of(stored.fixture.catalog()[kIno]);
+  StoredRange whole;
+  Extent first;
+  REQUIRE(map.find(0, &first));
+  whole.place = first.place;
+  for (const Checksum& each : map.checksums(0, kRun)) whole.checksums.push_back(each.value());
+  CHECK(wait_verified(engine, engine.verify({})).damage.empty());
+  CHECK(wait_verified(engine, engine.verify({whole, whole})).damage.empty());
+
+  for (const uint64_t block : {0U, 8U, 36U}) flip(stored.at(block), 77);
+  StoredRange absent = whole;
+  absent.place.object = 99;
+  absent.checksums.resize(3);
+  StoredRange elsewhere = absent;
+  elsewhere.place.device = 7;
+  const VerifiedEvent found = wait_verified(engine, engine.verify({absent, whole, elsewhere}));
+  CHECK(found.error == 0);
+  std::set<std::tuple<uint64_t, uint64_t, uint64_t, int>> damage;
+  for (const auto& each : found.damage) {
+    damage.emplace(each.range, each.first, each.count, each.error);
+  }
+  CHECK(damage ==
+        decltype(damage){
+            {0, 0, 3, ENOENT}, {1, 0, 1, 0}, {1, 8, 1, 0}, {1, 36, 1, 0}, {2, 0, 3, ENODEV}});
+}
+
+TEST_CASE("checksums: an engine ends in the middle of verifications") {
+  Stored stored(random_bytes(kBytes, 11));
+  Engine& engine = stored.fixture.engine();
+  std::vector<StoredRange> ranges;
+  for (int i = 0; i < 50; ++i) {
+    for (const StoredRange& range : ranges_of(stored)) ranges.push_back(range);
+  }
+  std::set<uint64_t> tickets;
+  for (int i = 0; i < 20; ++i) tickets.insert(engine.verify(ranges));
+  engine.close();
+  tickets.insert(engine.verify(ranges));
+  for (const Event& event : engine.take_events()) {
+    if (const auto* verified = std::get_if<VerifiedEvent>(&event); verified != nullptr) {
+      CHECK((verified->error == 0 || verified->error == ESHUTDOWN));
+      CHECK(verified->damage.empty());
+      CHECK(tickets.erase(verified->ticket) == 1);
+    }
+  }
+  CHECK(tickets.empty());
 }
 
 }  // namespace fpfs::testing

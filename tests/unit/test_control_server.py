@@ -12,7 +12,17 @@ import msgspec
 import trio
 import trio.testing
 
-from fpfs.core.control import Failure, Flushed, Renewing, Reply, Request, Status, Verb
+from fpfs.core.control import (
+    Failure,
+    Flushed,
+    Renewing,
+    Reply,
+    Request,
+    Scrubbed,
+    ScrubStep,
+    Status,
+    Verb,
+)
 from fpfs.core.errors import InvalidOperation
 from fpfs.daemon.control import ControlServer
 
@@ -52,6 +62,10 @@ class Ending:
     def renew(self) -> NoReturn:
         """Not to be asked: that was refused."""
         raise AssertionError("renewed although it cannot be")
+
+    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
+        """Not to be asked: there is nothing left to read."""
+        raise AssertionError(f"asked for {step} of inode {ino} after the end")
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +118,8 @@ async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path:
     async with serving(path, server) as control:
         await control.end_requests()
         server.closed = True
-        assert (await ask(path, Verb.STATUS)).error == "the mount has ended"
+        for verb in (Verb.STATUS, Verb.SCRUB):
+            assert (await ask(path, verb)).error == "the mount has ended"
         final = Flushed(failures=(NOT_KEPT,))
         async with trio.open_nursery() as nursery:
             for verb in (Verb.WAIT, Verb.FLUSH, Verb.END):
