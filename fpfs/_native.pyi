@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 def crc32c(arg: bytes, /) -> int: ...
+def checksum_blocks(arg: bytes, /) -> list[int]: ...
 
 ARENA_FORMAT: int = 3
 

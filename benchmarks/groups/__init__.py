@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.groups import loading, memory, names, parallel, restart, saving, striping
+from benchmarks.groups import checksums, loading, memory, names, parallel, restart, saving, striping
 
 if TYPE_CHECKING:
     from benchmarks.framework import Group
@@ -13,6 +13,7 @@ GROUPS: tuple[Group, ...] = (
     *saving.GROUPS,
     *parallel.GROUPS,
     *loading.GROUPS,
+    *checksums.GROUPS,
     *striping.GROUPS,
     *names.GROUPS,
     *restart.GROUPS,

@@ -154,10 +154,10 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     bytes_written: int
     bytes_read: int
     requests_in_flight: int
-    checksum_errors: int
-    """How often a block was found not to be what was written there, since the server started."""
     backend: str
     direct: bool
+    checksum_errors: int = 0
+    """How often a block was found not to be what was written there, since the server started."""
     error: str = ""
     """What is wrong with it; its other figures may be missing (0) then."""
 

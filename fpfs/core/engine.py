@@ -28,6 +28,9 @@ from fpfs import _native
 crc32c = _native.crc32c
 """CRC32C (Castagnoli) of a bytes object, by the processor where it can."""
 
+checksum_blocks = _native.checksum_blocks
+"""CRC32C of each block of a bytes object, as contents get them. Releases the GIL."""
+
 KnownDirectories = _native.KnownDirectories
 """What the channel may say of directories by itself; see native/src/known_directories.h."""
 

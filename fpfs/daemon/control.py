@@ -2,7 +2,7 @@
 
 Invariants:
   * Only root, the server's user and, on a mount that is open to others, others are answered; what
-    names files that others may not see (SCRUB) only for the first two.
+    `OWNERS_VERBS` has only for the first two.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
 

@@ -12,6 +12,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "block_checksum.h"
 #include "channel.h"
 #include "crc32c.h"
 #include "engine.h"
@@ -412,6 +413,11 @@ NB_MODULE(_native, module) {
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
   module.attr("ARENA_FORMAT") = arena::kFormat;
+  module.def("checksum_blocks", [](nb::bytes data) {
+    const nb::gil_scoped_release release;
+    return checksum_blocks(data.c_str(), data.size());
+  });
+
   bind_directories(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
