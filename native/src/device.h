@@ -52,9 +52,6 @@ enum class IoOp : uint8_t {
 struct IoRequest {
   virtual ~IoRequest() = default;
   virtual void complete(int result) = 0;
-  // Of a transfer: called on a thread of the device before a byte moves; again when the request is
-  // submitted again, and when a transfer that was cut short goes on. Must not block.
-  virtual void starting() {}
 
   IoOp op = IoOp::Read;
   ObjectRef object;

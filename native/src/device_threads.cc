@@ -60,7 +60,6 @@ class ThreadBackend final : public Backend {
   void run() {
     while (IoRequest* request = take()) {
       in_flight_.add();
-      request->starting();
       const int result = transfer_blocking(request);
       in_flight_.remove();
       owner_.finished(request, result);

@@ -197,7 +197,6 @@ void RingBackend::issue() {
   while (in_flight_ < config_.depth) {
     IoRequest* request = queue_.pop();
     if (request == nullptr) return;
-    request->starting();
     prepare(request);
     ++in_flight_;
     gauge_.add();

@@ -418,7 +418,6 @@ struct File::SlotIo : IoRequest {
   std::vector<Checksum> expected;                                   // of the block that is fetched
   std::vector<uint32_t> checksums;  // of the blocks that are written
   std::vector<uint16_t> tried;      // devices that failed
-  void starting() override;
   void complete(int result) override { file->io_done(this, result); }
 };
 
