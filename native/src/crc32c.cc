@@ -88,6 +88,11 @@ uint32_t crc32c_table(uint32_t crc, const void* data, size_t bytes) {
 // VPCLMULQDQ gave 31, which is not worth a third path where memory delivers less than either.
 constexpr size_t kLaneBytes = 1344;  // 3 lanes fit the first-level cache many times over
 constexpr size_t kShortLaneBytes = 256;
+// What a device has just delivered is in no cache: the lines of the next round are asked for in
+// this one. From memory, small and huge pages, 10 and 17 GB/s instead of 5 and 10.
+constexpr size_t kLineBytes = 64;
+constexpr size_t kAheadBytes = 3 * kLaneBytes;
+static_assert(kLaneBytes % kLineBytes == 0 && kShortLaneBytes % kLineBytes == 0);
 
 #if defined(__x86_64__)
 
@@ -112,6 +117,11 @@ FPFS_SSE42 inline uint64_t sse42_shift(uint64_t crc) {
   return _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product)));
 }
 
+// Of what lies behind the end of the data, too: that is no access.
+FPFS_SSE42 inline void prefetch(const unsigned char* line) {
+  _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
 template <size_t lane_bytes>
 FPFS_SSE42 inline uint32_t sse42_lanes(uint32_t crc, const unsigned char** at, size_t* bytes) {
   while (*bytes >= 3 * lane_bytes) {
@@ -119,10 +129,15 @@ FPFS_SSE42 inline uint32_t sse42_lanes(uint32_t crc, const unsigned char** at, s
     uint64_t b = 0;
     uint64_t c = 0;
     const unsigned char* lane = *at;
-    for (const unsigned char* end = lane + lane_bytes; lane < end; lane += 8) {
-      a = _mm_crc32_u64(a, load_word(lane));
-      b = _mm_crc32_u64(b, load_word(lane + lane_bytes));
-      c = _mm_crc32_u64(c, load_word(lane + 2 * lane_bytes));
+    for (const unsigned char* end = lane + lane_bytes; lane < end; lane += kLineBytes) {
+      prefetch(lane + kAheadBytes);
+      prefetch(lane + kAheadBytes + lane_bytes);
+      prefetch(lane + kAheadBytes + 2 * lane_bytes);
+      for (size_t word = 0; word < kLineBytes; word += 8) {
+        a = _mm_crc32_u64(a, load_word(lane + word));
+        b = _mm_crc32_u64(b, load_word(lane + word + lane_bytes));
+        c = _mm_crc32_u64(c, load_word(lane + word + 2 * lane_bytes));
+      }
     }
     const uint64_t joined = sse42_shift<lane_bytes>(a) ^ b;
     crc = static_cast<uint32_t>(sse42_shift<lane_bytes>(joined) ^ c);
