@@ -234,18 +234,9 @@ void bind_files(nb::class_<Engine>& type) {
       });
 }
 
-// What runs in the background and is answered by an event, and the life of the engine.
-void bind_plane(nb::class_<Engine>& type) {
-  type.def("__init__",
-           [](Engine*, nb::args) { throw nb::type_error("use fpfs._native.open_engine"); })
-      .def_prop_ro("event_fd", &Engine::event_fd)
-      .def("take_events",
-           [](Engine& engine) {
-             nb::list result;
-             for (const Event& event : engine.take_events()) result.append(event_tuple(event));
-             return result;
-           })
-      .def("left",
+// What a process that died has left in the arena.
+void bind_takeover(nb::class_<Engine>& type) {
+  type.def("left",
            [](Engine& engine) {
              const Engine::Left left = engine.left();
              nb::list handles;
@@ -272,6 +263,19 @@ void bind_plane(nb::class_<Engine>& type) {
       .def("record_handle",
            [](Engine& engine, uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request) {
              check(engine.record_handle(handle, ino, flags, request));
+           });
+}
+
+// What runs in the background and is answered by an event, and the life of the engine.
+void bind_plane(nb::class_<Engine>& type) {
+  type.def("__init__",
+           [](Engine*, nb::args) { throw nb::type_error("use fpfs._native.open_engine"); })
+      .def_prop_ro("event_fd", &Engine::event_fd)
+      .def("take_events",
+           [](Engine& engine) {
+             nb::list result;
+             for (const Event& event : engine.take_events()) result.append(event_tuple(event));
+             return result;
            })
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def("drop", &Engine::drop, nb::call_guard<nb::gil_scoped_release>())
@@ -422,5 +426,6 @@ NB_MODULE(_native, module) {
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
   bind_plane(type);
+  bind_takeover(type);
   bind_open(module);
 }

@@ -29,10 +29,13 @@ from typing import Any
 import msgspec
 
 from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.refusal import Refused
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)
 NAMES = 6
 CHECKPOINTS_KEPT = 2
+SERVERS_MAX = 3
+"""Servers that may be killed while one question waits for its answer."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -378,12 +381,22 @@ class Workload:
         path = self._existing()
         if path is None:
             return
-        with ControlClient(find_fpfs(str(self.root), asked="wait"), asked="wait") as client:
-            ino = (self.root / path).stat().st_ino
-            verb = self.random.choice((Verb.WAIT, Verb.FLUSH)) if self.alone else Verb.WAIT
-            file = self.files[path] if verb is Verb.WAIT else 0
-            with self.recorder.call(durable=True, file=file):
-                client.ask(verb, Flushed, ino=ino if verb is Verb.WAIT else 0)
+        verb = self.random.choice((Verb.WAIT, Verb.FLUSH)) if self.alone else Verb.WAIT
+        ino = (self.root / path).stat().st_ino if verb is Verb.WAIT else 0
+        file = self.files[path] if verb is Verb.WAIT else 0
+        with self.recorder.call(durable=True, file=file):
+            self._ask(verb, ino)
+
+    def _ask(self, verb: Verb, ino: int) -> None:
+        """Ask until a server answers: one that is killed meanwhile refuses what it was asked."""
+        for last in (*[False] * SERVERS_MAX, True):
+            try:
+                with ControlClient(find_fpfs(str(self.root), asked=verb), asked=verb) as client:
+                    client.ask(verb, Flushed, ino=ino)
+                return
+            except Refused:
+                if last:
+                    raise
 
     def rest(self) -> None:
         """Do nothing for as long as the catalog waits before it copies its log."""

@@ -14,7 +14,7 @@ import trio.testing
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.errors import DamagedData
-from fpfs.core.layout import Run, Segment, encode_segment
+from fpfs.core.layout import UNVERIFIED, Run, Segment, encode_segment
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_contents import store_segment
@@ -40,7 +40,7 @@ def formatted(folder: Path) -> Path:
 def store(transaction: Transaction, ino: int, blocks: set[Block]) -> None:
     """Let an inode's content refer to these blocks, one file block each."""
     runs = tuple(
-        Run(at, 1, number, place.device, 0, place.id)
+        Run(at, 1, number, place.device, UNVERIFIED, place.id)
         for at, (place, number) in enumerate(sorted(blocks))
     )
     store_segment(transaction, ino, 0, encode_segment(Segment(0, runs)) if runs else b"")
