@@ -12,6 +12,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "block_checksum.h"
 #include "channel.h"
 #include "crc32c.h"
@@ -23,25 +24,13 @@ using namespace fpfs;
 
 namespace {
 
-// Raises OSError(errno, message).
-[[noreturn]] void raise(const Status& status) {
-  const std::string message =
-      status.message().empty() ? std::strerror(status.error()) : status.message();
-  PyErr_SetObject(PyExc_OSError, nb::make_tuple(status.error(), message).ptr());
-  throw nb::python_error();
-}
-
-void check(const Status& status) {
-  if (!status.ok()) raise(status);
-}
-
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 std::string from_bytes(const nb::bytes& data) { return std::string(data.c_str(), data.size()); }
 
 std::shared_ptr<File> loaded(Engine& engine, uint64_t ino) {
   std::shared_ptr<File> file = engine.file(ino);
-  if (file == nullptr) raise(Status(ENOENT, "inode " + std::to_string(ino) + " is not loaded"));
+  if (file == nullptr) check(Status(ENOENT, "inode " + std::to_string(ino) + " is not loaded"));
   return file;
 }
 
@@ -423,6 +412,7 @@ NB_MODULE(_native, module) {
   });
 
   bind_directories(module);
+  bind_catalog(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
   bind_plane(type);

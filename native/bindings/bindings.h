@@ -1,0 +1,15 @@
+// What the parts of the Python extension share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "status.h"
+
+namespace fpfs {
+
+// Raises OSError(errno, message) unless the status is a success.
+void check(const Status& status);
+
+void bind_catalog(nanobind::module_& module);
+
+}  // namespace fpfs
