@@ -111,6 +111,14 @@ def _show_status(found: Status) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    catalog = found.catalog
+    console.print(
+        f"catalog: {catalog.copies_in_service} of {len(catalog.copies)} copies in service",
+        highlight=False,
+    )
+    for copy in catalog.copies:
+        if copy.trouble:
+            console.print(f"warning: {copy.path}: {copy.trouble}", highlight=False, soft_wrap=True)
     for failure in found.commit.failures:
         console.print(f"not kept: {failure.message}", highlight=False, soft_wrap=True)
 

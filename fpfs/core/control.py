@@ -179,6 +179,24 @@ class CommitStatus(msgspec.Struct, kw_only=True, frozen=True):
     failures: tuple[Failure, ...]
 
 
+class CatalogCopyStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One copy of the catalog. `trouble` says why it is out of service, if it is."""
+
+    path: str
+    trouble: str = ""
+
+
+class CatalogStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """The catalog's copies, of which `copies_in_service` hold everything.
+
+    `recovered` is what had to be done about them when the server began.
+    """
+
+    copies_in_service: int
+    copies: tuple[CatalogCopyStatus, ...]
+    recovered: tuple[str, ...] = ()
+
+
 RESTART_S = 30
 """How long a client waits for a server that is being replaced."""
 
@@ -212,6 +230,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     staging: StagingStatus
     commit: CommitStatus
     partials: tuple[PartialStatus, ...]
+    catalog: CatalogStatus
     channel: Mapping[str, int]
 
 

@@ -31,6 +31,11 @@ crc32c = _native.crc32c
 checksum_blocks = _native.checksum_blocks
 """CRC32C of each block of a bytes object, as contents get them. Releases the GIL."""
 
+CatalogFiles = _native.CatalogFiles
+CatalogLeader = _native.CatalogLeader
+CatalogMirror = _native.CatalogMirror
+"""The catalog's copies as files; see native/src/catalog_files.h and catalog_mirror.h."""
+
 KnownDirectories = _native.KnownDirectories
 """What the channel may say of directories by itself; see native/src/known_directories.h."""
 

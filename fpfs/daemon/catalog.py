@@ -28,6 +28,8 @@ import msgspec
 import trio
 
 from fpfs.core.errors import CatalogError
+from fpfs.daemon.catalog_copies import Copies, CopyStatus
+from fpfs.daemon.catalog_recovery import open_copies
 from fpfs.daemon.catalog_schema import (
     NUMBER_FIRST,
     ROOT_INO,
@@ -35,13 +37,10 @@ from fpfs.daemon.catalog_schema import (
     RootOwner,
     create_database,
     flush_directory,
-    open_database,
 )
 from fpfs.daemon.catalog_worker import Request, RequestKind, Transaction, Worker
-from fpfs.daemon.reserve import Reserve
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Callable, Sequence
 
 __all__ = ["Catalog", "CatalogStatistics", "DeviceRecord", "RootOwner", "Transaction"]
@@ -65,9 +64,10 @@ class CatalogStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Catalog:
     """An open catalog. Made by `open`; `filesystem_id`, `devices` and `object_base` are fixed."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        """Take over a connection made by `open_database`; use `Catalog.open` instead."""
-        self.path = path
+    def __init__(self, copies: Copies) -> None:
+        """Take over what `open_copies` made; use `Catalog.open` instead."""
+        self._copies = copies
+        connection = copies.connection
         values = dict(connection.execute("SELECT name, value FROM filesystem").fetchall())
         self.filesystem_id = str(values["filesystem_id"])
         self.object_base = int(values["object_base"]) + 1
@@ -80,7 +80,7 @@ class Catalog:
             "UPDATE filesystem SET value = ? WHERE name = 'object_base'", (self.object_base,)
         )
         connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 0)", (ENDED_CLEANLY,))
-        connection.execute("COMMIT")
+        copies.commit()
         self.devices = tuple(
             DeviceRecord(number=number, device_id=device_id, path=device_path)
             for number, device_id, device_path in connection.execute(
@@ -90,16 +90,10 @@ class Catalog:
         (self.inode_count_at_open,) = connection.execute(
             f"SELECT count(*) FROM inodes WHERE ino = {ROOT_INO} OR ino >= {NUMBER_FIRST}"
         ).fetchone()
-        # The descriptor must not be of the database file: closing one drops SQLite's POSIX locks.
-        self._log_descriptor = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        os.fsync(self._log_descriptor)
-        flush_directory(path.parent)
-        self._worker = Worker(
-            connection,
-            log_descriptor=self._log_descriptor,
-            reserve=Reserve(path.parent / "reserve"),
-            delivered=self._batch_delivered,
-        )
+        os.fsync(copies.log_descriptor)
+        flush_directory(copies.path.parent)
+        copies.flush_follower()
+        self._worker = Worker(copies, delivered=self._batch_delivered)
         self._worker.start()
         self._written = 0
         self._durable = 0
@@ -109,6 +103,20 @@ class Catalog:
         self._flush_error: OSError | None = None
         self._written_event = trio.Event()
         self._closed = False
+
+    @property
+    def path(self) -> Path:
+        """The copy that SQLite writes."""
+        return self._copies.path
+
+    @property
+    def recovered(self) -> tuple[str, ...]:
+        """What had to be done about the copies when they were opened, in words."""
+        return self._copies.recovered
+
+    def copies(self) -> tuple[CopyStatus, ...]:
+        """Return every copy that the filesystem has or should have, and what is wrong with it."""
+        return self._copies.statuses()
 
     @staticmethod
     def format(
@@ -121,14 +129,18 @@ class Catalog:
         create_database(path, filesystem_id=filesystem_id, devices=devices, root=root)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, *paths: Path, filesystem_id: str = "", is_new: bool = False) -> Self:
         """Open a catalog for this process alone and start its thread. Blocks.
 
-        Takes a fresh `object_base`, durably. Raises `CatalogMissing`, `CatalogTooNew`,
-        `CatalogBusy`, `CatalogError`.
+        `paths` are its copies, one or two, on different devices; one that is missing or damaged is
+        made anew, which is said in the log unless the catalog `is_new`. `filesystem_id` is what
+        they must belong to, or "" for any. Takes a fresh `object_base`, durably.
+        Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, `CatalogError`.
         """
-        path = Path(path)
-        return cls(path, open_database(path))
+        copies = open_copies(
+            [Path(path) for path in paths], filesystem_id=filesystem_id, is_new=is_new
+        )
+        return cls(copies)
 
     @overload
     async def read(self, operation: Operation[Result]) -> Result:
@@ -252,12 +264,33 @@ class Catalog:
                 return
             covered = self._written
             try:
-                await trio.to_thread.run_sync(os.fdatasync, self._log_descriptor)
+                await self._flush_copies()
             except OSError as error:
                 self._flush_error = error
                 raise CatalogError(f"the catalog cannot be flushed: {error}") from error
             self._flushes += 1
             self._durable = covered
+
+    async def _flush_copies(self) -> None:
+        """Flush the logs of all copies in service, side by side. OSError when none could be.
+
+        One that fails is put out of service: the kernel may have dropped what it could not write.
+        """
+        error: OSError | None = None
+        async with trio.open_nursery() as nursery:
+            if self._copies.has_follower:
+                nursery.start_soon(trio.to_thread.run_sync, self._copies.flush_follower)
+            try:
+                await trio.to_thread.run_sync(os.fdatasync, self._copies.log_descriptor)
+            except OSError as failure:
+                error = failure
+        if error is None:
+            return
+        if not self._copies.has_follower:
+            raise error
+        self._copies.leader_error = error
+        # The thread changes the leader, which makes all that was gathered durable.
+        await self.write_many(lambda _transaction: None)
 
     def statistics(self) -> CatalogStatistics:
         """Return the counters."""
@@ -278,7 +311,6 @@ class Catalog:
         self._closed = True
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(self._worker.stop)
-        os.close(self._log_descriptor)
 
 
 def _note_clean_end(transaction: Transaction) -> None:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew, NoSpace
+from fpfs.core.engine import CatalogFiles
+from fpfs.core.errors import CatalogBusy, CatalogError, NoSpace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 3
 """1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared."""
-FIXED_DIRECTORIES_SINCE = 3
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
 """The directory `.fpfs` in the root: not listed there, and nobody's to change."""
 PARTIAL_INO = 3
 """The directory `.fpfs/partial`: contents whose writer was killed."""
+SEQUENCE = "sequence"
+"""Name of the value that counts transactions."""
 LOG_BYTES_KEPT = 4 * 1024 * 1024
 """What a log that starts over keeps of its file: room for an unlink on a full device."""
 
@@ -147,6 +149,8 @@ def create_database(
         raise kind(f"catalog {path} cannot be made: {error}") from error
     # A log without its database, which a server that died left, would be replayed into the new one.
     _remove_database(path)
+    # Sums without a database are none; a database without sums would be taken for damaged.
+    CatalogFiles(str(made)).make_sums(filesystem_id)
     os.rename(made, path)
     flush_directory(path.parent)
 
@@ -184,7 +188,12 @@ def _fill(
     root: RootOwner,
 ) -> None:
     """Insert what an empty filesystem holds: its identity, its devices, its root directory."""
-    values = {"filesystem_id": filesystem_id, "object_base": 0, "next_number": NUMBER_FIRST}
+    values = {
+        "filesystem_id": filesystem_id,
+        "object_base": 0,
+        "next_number": NUMBER_FIRST,
+        SEQUENCE: 0,
+    }
     connection.executemany("INSERT INTO filesystem VALUES (?, ?)", values.items())
     connection.executemany(
         "INSERT INTO devices VALUES (?, ?, ?)", [(d.number, d.device_id, d.path) for d in devices]
@@ -218,14 +227,9 @@ def _fill_directory(
 def open_database(path: Path) -> sqlite3.Connection:
     """Open the catalog at `path` for this process alone and replay its log.
 
-    Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, or `CatalogError` for what is no sound
-    catalog. The connection may move to another thread; it must be used by one at a time.
+    Raises `CatalogBusy`, or `CatalogError` for what is no sound catalog. The connection may move to
+    another thread; it must be used by one at a time.
     """
-    if not path.exists():
-        raise CatalogMissing(
-            f"there is no catalog at {path}, which names what lies on the devices",
-            remedy="put it back from a backup, without -wal, or empty the devices to begin anew",
-        )
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,
@@ -272,18 +276,16 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID:
         raise CatalogError(f"{path} is not a catalog of fpfs")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a catalog of an earlier format to the present one; its rows stay as they are.
+
+    Raises `CatalogError`, with nothing changed, when a name is in the way.
+    """
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if 0 < version < FORMAT_VERSION:
-        _upgrade(connection, path, version)
-    if version > FORMAT_VERSION:
-        raise CatalogTooNew(
-            f"catalog {path} has format {version}, this fpfs knows formats up to {FORMAT_VERSION}",
-            remedy="mount it with the newer fpfs that wrote it",
-        )
-
-
-def _upgrade(connection: sqlite3.Connection, path: Path, version: int) -> None:
-    """Add what catalogs of earlier formats lack; their rows stay as they are."""
+    if version == FORMAT_VERSION:
+        return
     connection.execute("BEGIN IMMEDIATE")
     columns = connection.execute("SELECT name FROM pragma_table_info('inodes')").fetchall()
     if ("unfinished",) not in columns:
@@ -293,19 +295,19 @@ def _upgrade(connection: sqlite3.Connection, path: Path, version: int) -> None:
         kind, name = statement.split(maxsplit=3)[1:3]
         if name not in there and kind in ("TABLE", "INDEX"):
             connection.execute(statement)
-    if version < FIXED_DIRECTORIES_SINCE:
-        if connection.execute(
-            "SELECT 1 FROM names WHERE parent = ? AND name = ?", (ROOT_INO, b".fpfs")
-        ).fetchone():
-            connection.execute("ROLLBACK")
-            raise CatalogError(
-                f"catalog {path} has a file or directory .fpfs, a name that this fpfs uses itself",
-                remedy="mount it with the fpfs that wrote it, and rename that",
-            )
-        owner = connection.execute(
-            "SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)
-        ).fetchone()
-        _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
+    if connection.execute(
+        "SELECT 1 FROM names WHERE parent = ? AND name = ?", (ROOT_INO, b".fpfs")
+    ).fetchone():
+        connection.execute("ROLLBACK")
+        raise CatalogError(
+            "there is a file or directory .fpfs, a name that this fpfs uses itself",
+            remedy="mount it with the fpfs that wrote it, and rename that",
+        )
+    owner = connection.execute(
+        "SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)
+    ).fetchone()
+    _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
+    connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 1)", (SEQUENCE,))
     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
     connection.execute("COMMIT")
 

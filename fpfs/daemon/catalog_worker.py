@@ -33,12 +33,11 @@ import outcome
 import trio
 
 from fpfs.core.errors import CatalogError, NoSpace, ReadOnly
+from fpfs.daemon.catalog_copies import FAILURES, Copies
 from fpfs.daemon.catalog_schema import LOG_BYTES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from fpfs.daemon.reserve import Reserve
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +66,15 @@ class Transaction:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         """Start behind the numbers that the database says may be in use."""
-        self.execute = connection.execute
-        self.executemany = connection.executemany
+        self.move(connection)
         row = self.execute("SELECT value FROM filesystem WHERE name = 'next_number'").fetchone()
         self._next = int(row[0])
         self._limit = self._next
+
+    def move(self, connection: sqlite3.Connection) -> None:
+        """Go on with another database of the same content."""
+        self.execute = connection.execute
+        self.executemany = connection.executemany
 
     def take_number(self) -> int:
         """Return a number that was never returned before in this filesystem."""
@@ -133,22 +136,10 @@ class _Look:
 class Worker:
     """Owner of the connection and its thread."""
 
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        *,
-        log_descriptor: int,
-        reserve: Reserve,
-        delivered: Callable[[Sequence[Request]], None],
-    ) -> None:
-        """Take over an open connection; look at the log's size through a descriptor of its own.
-
-        `delivered` is called in trio's thread, in order.
-        """
-        self._connection = connection
-        self._log_descriptor = log_descriptor
-        self._reserve = reserve
-        self._transaction = Transaction(connection)
+    def __init__(self, copies: Copies, *, delivered: Callable[[Sequence[Request]], None]) -> None:
+        """Take over open copies. `delivered` is called in trio's thread, in order."""
+        self._copies = copies
+        self._transaction = Transaction(copies.connection)
         self._queue: queue.SimpleQueue[Request | _Look | None] = queue.SimpleQueue()
         self._delivered = delivered
         self._unanswered = 0  # Requests queued and not delivered. Trio thread only.
@@ -156,7 +147,7 @@ class Worker:
         self._ran_s = 0.0
         self._is_watching = False  # The thread will look for a quiet moment. Under `_running`.
         self._trio_token: trio.lowlevel.TrioToken | None = None
-        self._changes_checkpointed = connection.total_changes
+        self._changes_checkpointed = copies.connection.total_changes
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self.checkpoints = 0
 
@@ -173,9 +164,11 @@ class Worker:
         if self._unanswered or not self._running.acquire(blocking=False):
             return False
         try:
+            if self._copies.leader_error is not None:
+                return False
             if request.kind is RequestKind.READ:
                 self._run_read(request)
-            elif self._reserve.held:
+            elif self._copies.reserve.held:
                 self._run_together([request])
                 self._watch()
             else:
@@ -210,25 +203,43 @@ class Worker:
                     self._run_or_refuse(batch)
                     self._ran_s = time.monotonic()
                     self._hand_over(batch)
-                if stopping or self._log_is_long():
-                    self._checkpoint("TRUNCATE" if stopping else "PASSIVE")
-        try:
-            self._connection.close()
-        except sqlite3.Error as error:
-            log.error("the catalog's database could not be closed: %s", error)
+                if stopping:
+                    self._close()
+                elif self._log_is_long():
+                    self._checkpoint("PASSIVE")
+                elif self._copies.is_follower_behind:
+                    self._copies.write_follower()
+
+    def _close(self) -> None:
+        """Copy the logs into the databases and close them.
+
+        Closing copies the log, so where the sums of its pages cannot be kept it stays open.
+        """
+        if self._checkpoint("TRUNCATE"):
+            try:
+                self._copies.connection.close()
+            except sqlite3.Error as error:
+                log.error("the catalog's database could not be closed: %s", error)
+        self._copies.close()
 
     def _watch(self) -> None:
         """Have the thread look for the moment of a checkpoint, after an operation run elsewhere."""
         self._ran_s = time.monotonic()
         is_idle_soon = not self._is_watching and self._changes_since_checkpoint() > CHANGES_IDLE
-        if is_idle_soon or self._log_is_long():
+        if is_idle_soon or self._log_is_long() or self._copies.is_follower_behind:
             self._is_watching = True
             self._queue.put(_Look())
 
     def _run_or_refuse(self, batch: list[Request]) -> None:
-        """Fill in the outcome of every request, whatever the device does: they are waited for."""
+        """Fill in the outcome of every request, whatever the devices do: they are waited for."""
         try:
-            self._run_batch(batch)
+            try:
+                self._run_with_leader(batch)
+            except (sqlite3.Error, OSError) as error:
+                if not self._is_failure(error):
+                    raise
+                self._copies.leader_error = error
+                self._run_with_leader(batch)
         except (sqlite3.Error, OSError) as error:
             log.error("the catalog's device fails: %s", error)
             for request in batch:
@@ -236,6 +247,23 @@ class Worker:
                     request.outcome = outcome.Error(
                         CatalogError(f"the catalog's device fails: {error}")
                     )
+
+    def _run_with_leader(self, batch: list[Request]) -> None:
+        """Run a batch, with another leader if this one must not be used any more."""
+        if self._copies.leader_error is not None:
+            self._copies.fail_over()
+            self._transaction.move(self._copies.connection)
+            self._transaction.rolled_back()
+            self._changes_checkpointed = self._copies.connection.total_changes
+        self._run_batch(batch)
+
+    def _is_failure(self, error: BaseException) -> bool:
+        """Whether the leader cannot be used, and another copy can."""
+        if not self._copies.has_follower:
+            return False
+        if isinstance(error, sqlite3.Error):
+            return _error_code(error) in FAILURES
+        return error is self._copies.leader_error
 
     def _collect(self) -> tuple[list[Request], bool]:
         """Wait for operations; checkpoint when none come for a while."""
@@ -260,7 +288,7 @@ class Worker:
                 quiet_s = time.monotonic() - self._ran_s
                 if self._is_watching and quiet_s >= IDLE_S:
                     self._checkpoint("PASSIVE")
-                    self._reserve.restore()
+                    self._copies.reserve.restore()
                     self._is_watching = False
                 timeout_s = IDLE_S - quiet_s if self._is_watching else None
             try:
@@ -274,11 +302,13 @@ class Worker:
             for request in batch:
                 self._run_read(request)
             return
-        if self._connection.in_transaction:
+        if self._copies.connection.in_transaction:
             self._roll_back()  # what `run_now` left behind
         try:
             self._run_together(batch)
         except sqlite3.Error as error:
+            if self._is_failure(error):
+                raise
             # The transaction as a whole failed (a full disk, say). Each operation is given its own
             # chance, so that those that free space, or change nothing, are not lost with others.
             log.warning("catalog transaction of %d operations failed: %s", len(batch), error)
@@ -291,8 +321,8 @@ class Worker:
 
     def _run_together(self, batch: list[Request]) -> None:
         """Run a batch in one transaction; sqlite3.Error when that did not become one."""
-        execute = self._connection.execute
-        is_full = not self._reserve.restore()
+        execute = self._copies.connection.execute
+        is_full = not self._copies.reserve.restore()
         execute("BEGIN IMMEDIATE")
         for request in batch:
             if request.kind is RequestKind.READ:
@@ -308,15 +338,17 @@ class Worker:
             if isinstance(request.outcome, outcome.Error):
                 self._take_back(request)
             execute("RELEASE operation")
-        execute("COMMIT")
+        self._copies.commit()
 
     def _take_back(self, request: Request) -> None:
         """Undo a failed operation's changes, or raise when SQLite already undid more than that."""
         if isinstance(request.outcome, outcome.Error):
             error = request.outcome.error
-            if not self._connection.in_transaction:
+            if self._is_failure(error):
+                raise error
+            if not self._copies.connection.in_transaction:
                 raise error if isinstance(error, sqlite3.Error) else sqlite3.Error(str(error))
-            self._connection.execute("ROLLBACK TO operation")
+            self._copies.connection.execute("ROLLBACK TO operation")
             self._transaction.rolled_back()
             request.outcome = outcome.Error(_translated(error))
 
@@ -328,11 +360,13 @@ class Worker:
         try:
             self._run_together([request])
         except sqlite3.Error as error:
+            if self._is_failure(error):
+                raise
             self._roll_back()
             request.outcome = outcome.Error(_translated(error))
             is_full = _error_code(error) == sqlite3.SQLITE_FULL
             urgent = request.kind is RequestKind.URGENT_WRITE
-            if is_full and urgent and self._reserve.give_up():
+            if is_full and urgent and self._copies.reserve.give_up():
                 self._checkpoint("PASSIVE")
                 self._run_alone(request)
 
@@ -340,16 +374,19 @@ class Worker:
         """Run an operation that changes nothing."""
         request.outcome = outcome.capture(request.operation, self._transaction)
         if isinstance(request.outcome, outcome.Error):
-            request.outcome = outcome.Error(_translated(request.outcome.error))
+            error = request.outcome.error
+            if self._is_failure(error):
+                raise error
+            request.outcome = outcome.Error(_translated(error))
 
     def _roll_back(self) -> None:
         """End a transaction that failed, if SQLite has not done so itself."""
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
+        if self._copies.connection.in_transaction:
+            self._copies.connection.execute("ROLLBACK")
         self._transaction.rolled_back()
 
     def _changes_since_checkpoint(self) -> int:
-        return self._connection.total_changes - self._changes_checkpointed
+        return self._copies.connection.total_changes - self._changes_checkpointed
 
     def _log_is_long(self) -> bool:
         """Whether a checkpoint is due. The log shrinks with the first commit after it.
@@ -358,7 +395,7 @@ class Worker:
         """
         changes = self._changes_since_checkpoint()
         try:
-            log_bytes = os.fstat(self._log_descriptor).st_size
+            log_bytes = os.fstat(self._copies.log_descriptor).st_size
         except OSError as error:
             log.debug("the catalog's log cannot be looked at: %s", error)
             return False
@@ -366,17 +403,26 @@ class Worker:
             return False
         if log_bytes > LOG_BYTES_MAX and changes > CHANGES_IDLE:
             return True
-        device = os.fstatvfs(self._log_descriptor)
+        device = os.fstatvfs(self._copies.log_descriptor)
         return log_bytes > device.f_bavail * device.f_frsize // 2
 
-    def _checkpoint(self, mode: str) -> None:
-        """Copy the log into the database. A failure costs nothing but a longer log."""
+    def _checkpoint(self, mode: str) -> bool:
+        """Copy the logs into the databases; returns whether the leader's log could be.
+
+        A failure costs nothing but a longer log.
+        """
+        connection = self._copies.connection
+        copied = False
         try:
-            self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
-        except sqlite3.Error as error:
+            self._copies.prepare_checkpoint()
+            connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+            copied = True
+        except (sqlite3.Error, OSError) as error:
             log.warning("catalog checkpoint failed, the log grows on: %s", error)
-        self._changes_checkpointed = self._connection.total_changes
+        self._changes_checkpointed = connection.total_changes
         self.checkpoints += 1
+        self._copies.checkpoint_follower()
+        return copied
 
     def _hand_over(self, batch: list[Request]) -> None:
         """Let trio resume the waiting tasks."""

@@ -1,8 +1,8 @@
 """Device directories: formatting them, knowing them again, and keeping them to one server.
 
-A device directory holds ``fpfs.json`` (the stamp), ``lock``, ``objects/``, and on device 0 the
-catalog. The stamp says which filesystem and which of its devices this is, and on which backing
-filesystem and inode the directory lay, so that a copy is not taken for the original.
+A device directory holds ``fpfs.json`` (the stamp), ``lock``, ``objects/``, and on devices 0 and 1
+a copy of the catalog. The stamp says which filesystem and which of its devices this is, and on
+which backing filesystem and inode the directory lay, so that a copy is not taken for the original.
 
 Invariants:
   * A directory is stamped only when it was empty (``lost+found`` aside) and locked.
@@ -36,6 +36,8 @@ from fpfs.daemon.stamp import (
 
 DEVICES_MAX = 65_535
 OBJECTS_NAME = "objects"
+CATALOG_COPIES = 2
+"""Devices that hold a copy of the catalog, where there are as many."""
 
 
 class DeviceDirectory(NamedTuple):
@@ -71,9 +73,9 @@ class DeviceSet:
         self._lock_fds = list(lock_fds)
 
     @property
-    def catalog_directory(self) -> str:
-        """The directory that holds the catalog: device 0."""
-        return self.devices[0].path
+    def catalog_directories(self) -> tuple[str, ...]:
+        """The directories that hold copies of the catalog: devices 0 and 1."""
+        return tuple(device.path for device in self.devices if device.number < CATALOG_COPIES)
 
     def close(self) -> None:
         """Unlock the directories, also where another process holds the same descriptors."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fpfs.core.control import (
+    CatalogCopyStatus,
+    CatalogStatus,
     CommitStatus,
     DeviceStatus,
     Failure,
@@ -14,6 +16,7 @@ from fpfs.core.control import (
     StagingStatus,
 )
 from fpfs.daemon.asides import signal_name
+from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
 from fpfs.daemon.devices import DeviceDirectory
@@ -108,6 +111,18 @@ def partial_status(found: Sequence[Partial]) -> tuple[PartialStatus, ...]:
             size=entry.size,
         )
         for entry in found
+    )
+
+
+def catalog_status(catalog: Catalog) -> CatalogStatus:
+    """Status of the catalog's copies."""
+    copies = tuple(
+        CatalogCopyStatus(path=copy.path, trouble=copy.trouble) for copy in catalog.copies()
+    )
+    return CatalogStatus(
+        copies_in_service=sum(not copy.trouble for copy in copies),
+        copies=copies,
+        recovered=catalog.recovered,
     )
 
 

@@ -3,16 +3,19 @@
 A full device must still take the transaction that removes a file, or nothing could ever make room.
 The engine leaves some space when it allocates, but others may fill the filesystem too.
 
-Concurrency: the catalog's worker only, after the constructor.
+Concurrency: any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 RESERVE_BYTES = 8 * 1024 * 1024
@@ -26,22 +29,40 @@ class Reserve:
     def __init__(self, path: Path) -> None:
         """Make the file, or take over the one that is there. A device too full for it has none."""
         self._path = path
+        self._changing = threading.Lock()
         self.held = False
         self.restore()
 
     def give_up(self) -> bool:
         """Free the space for the catalog; returns whether there was any."""
+        with self._changing:
+            return self._give_up()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[bool]:
+        """Free the space, and let nobody take it again within the block; whether there was any."""
+        with self._changing:
+            yield self._give_up()
+
+    def _give_up(self) -> bool:
         if not self.held:
             return False
         os.truncate(self._path, 0)
         self.held = False
-        log.warning("the catalog's device is full: its reserve is in use, remove files")
+        log.warning(
+            "the catalog's device is full: its reserve is in use, remove files (%s)",
+            self._path.parent,
+        )
         return True
 
     def restore(self) -> bool:
         """Take the space again, if the device has it; returns whether it is held."""
         if self.held:
             return True
+        with self._changing:
+            return self._restore()
+
+    def _restore(self) -> bool:
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

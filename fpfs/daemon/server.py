@@ -261,6 +261,7 @@ class Server:
             staging=metrics.staging_status(statistics),
             commit=metrics.commit_status(self._commit.statistics()),
             partials=metrics.partial_status(await self._catalog.read(list_partials)),
+            catalog=metrics.catalog_status(self._catalog),
             channel=metrics.channel_counters(statistics),
         )
 
@@ -486,11 +487,12 @@ def open_catalog(devices: DeviceSet) -> Catalog:
 
     Raises `CatalogMissing` where there are objects without the catalog that names them.
     """
-    path = Path(devices.catalog_directory, CATALOG_NAME)
+    paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
     unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
-    if unused and not path.exists():
+    is_new = unused and not any(path.exists() for path in paths)
+    if is_new:
         Catalog.format(
-            path,
+            paths[0],
             filesystem_id=devices.filesystem_id,
             devices=[
                 DeviceRecord(number=device.number, device_id=device.device_id, path=device.path)
@@ -498,7 +500,7 @@ def open_catalog(devices: DeviceSet) -> Catalog:
             ],
             root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
         )
-    return Catalog.open(path)
+    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new)
 
 
 def check_identity(catalog: Catalog, devices: DeviceSet) -> None:

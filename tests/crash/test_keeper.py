@@ -373,13 +373,15 @@ def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:
     mount.flush()
     mount.expect_log("5 servers in a row did not come to answer: the mount is given up")
     mount.allow_log("there is no catalog")
-    catalog = Path(mount.devices[0], "catalog.db")
-    catalog.rename(catalog.with_name("away"))
+    catalogs = [Path(device, "catalog.db") for device in mount.devices]
+    for catalog in catalogs:
+        catalog.rename(catalog.with_name("away"))
     os.kill(mount.server_pid, signal.SIGKILL)
     wait_for_exit(mount.keeper_pid)
     assert mount.entry() is None
     mount.forget()
-    catalog.with_name("away").rename(catalog)
+    for catalog in catalogs:
+        catalog.with_name("away").rename(catalog)
     mount.mount()
     assert (mount.root / "kept").read_bytes() == b"durable"
 

@@ -18,6 +18,7 @@ import pytest
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, run_fpfs
 from tests.support.contents import assert_same, random_bytes
+from tests.support.crash import crash
 from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
 
 pytestmark = pytest.mark.skipif(
@@ -47,6 +48,8 @@ STAGED = (
 NOT_KEPT = (
     r"fpfs\.(daemon\.commit|server): .*inode \d+ keeps its previous version, the new one failed"
 )
+OUT_OF_SERVICE = r"fpfs\.daemon\.catalog_copies: the catalog's copy .* is out of service"
+REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from"
 CATALOG = (
     r"fpfs\.daemon\.catalog_worker: (catalog (transaction of \d+ operations|checkpoint) failed"
     r"|the catalog's (device fails|database could not be closed))"
@@ -69,6 +72,7 @@ def breakable(
     filesystem, break_device = request.param
     with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
         mount.expect_log(AVOIDED)
+        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
         yield mount, devices, break_device
 
 
@@ -81,7 +85,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def expect_logs(mount: Mount, *patterns: str) -> None:
-    """Expect each of several log lines, and no other."""
+    """Expect each of several log lines, and no other but of the catalog's copy on the device."""
+    mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
     for pattern in patterns:
         mount.expect_log(pattern)
 
@@ -119,6 +124,7 @@ def test_new_writes_go_to_the_device_that_lives(
 
 def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
+        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
         (mount.root / "old").write_bytes(OLD)
         mount.remount()  # so that no page of it is cached
         devices.fail(1)
@@ -242,37 +248,74 @@ def test_waiting_for_a_version_that_cannot_be_kept(tmp_path: Path) -> None:
         assert_same(path.read_bytes(), OLD)
 
 
-def test_the_device_of_the_catalog_fails(
-    breakable: tuple[Mount, FaultyDevices, Break],
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_a_device_of_the_catalog_fails(
+    way: tuple[Filesystem, Break], number: int, tmp_path: Path
 ) -> None:
-    """Without the catalog nothing new is kept; every call ends, and what was durable stays."""
-    mount, devices, break_device = breakable
-    expect_logs(mount, NOT_KEPT, CATALOG, REFUSED)
-    mount.allow_log(NOT_FLUSHED)  # unless it was flushed right before
-    write_durably(mount.root / "old", OLD)
-    (mount.root / "folder").mkdir()
+    filesystem, break_device = way
+    with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
+        fail_a_copy(mount, devices, break_device, number)
+
+
+def fail_a_copy(mount: Mount, devices: FaultyDevices, break_device: Break, number: int) -> None:
+    """Names go on with the other copy, those too that were not durable yet, and are kept."""
+    mount.expect_log(OUT_OF_SERVICE)
+    mount.allow_log(f"{AVOIDED}|{REMADE}")
+    # Who meets the error first: a checkpoint, or a transaction that is then run again.
+    mount.allow_log(CATALOG)
+    (mount.root / "folder").mkdir(mode=0o711)
     mount.flush()
-    fd = os.open(mount.root / "old", os.O_RDWR)
-    break_device(devices, 0)
-    os.pwrite(fd, PIECE, 0)
-    with pytest.raises(OSError, match="Input/output error|Read-only file system") as failed:
-        os.fsync(fd)
-    assert failed.value.errno in CODES
-    os.close(fd)
-    for change in (
-        lambda: (mount.root / "other").mkdir(),
-        lambda: (mount.root / "new").write_bytes(NEW),
-        lambda: (mount.root / "old").unlink(),
-    ):
-        with pytest.raises(OSError, match="Input/output error|Read-only file system"):
-            change()
-    assert mount.status().devices[0].error != ""
-    said = unmount_with_losses(mount)
-    assert "keeps its previous version" in said
-    devices.repair(0)
+    assert mount.status().catalog.copies_in_service == 2
+    (mount.root / "folder" / "small").write_bytes(b"small")
+    (mount.root / "undurable").mkdir()
+    break_device(devices, number)
+    (mount.root / "other").mkdir()
+    (mount.root / "new").write_bytes(PIECE[:10_000])
+    (mount.root / "new").rename(mount.root / "renamed")
+    (mount.root / "undurable").rmdir()
+    mount.flush()
+    names = ["folder", "other", "renamed"]
+    assert sorted(os.listdir(mount.root)) == names
+    status = mount.status().catalog
+    assert status.copies_in_service == 1
+    assert [bool(copy.trouble) for copy in status.copies] == [number == 0, number == 1]
+    shown = run_fpfs("status", mount.root, module="fpfs.cli.ctl").stdout
+    assert "catalog: 1 of 2 copies in service" in shown
+    assert f"warning: {devices.folders[number]}/catalog.db: out of service until" in shown
+    mount.unmount()
+    devices.repair(number)
     mount.mount()
-    assert_same((mount.root / "old").read_bytes(), OLD)
-    assert sorted(os.listdir(mount.root)) == ["folder", "old"]
+    assert sorted(os.listdir(mount.root)) == names
+    assert (mount.root / "folder").stat().st_mode & 0o777 == 0o711
+    assert (mount.root / "folder" / "small").read_bytes() == b"small"
+    assert (mount.root / "renamed").read_bytes() == PIECE[:10_000]
+    assert mount.status().catalog.copies_in_service == 2
+
+
+def test_the_only_device_of_the_catalog_fails(tmp_path: Path) -> None:
+    """Without the catalog nothing new is kept; every call ends, and what was durable stays."""
+    with faulty_mount(tmp_path, device_count=1) as (mount, devices):
+        expect_logs(mount, CATALOG, REFUSED)
+        mount.allow_log(f"{AVOIDED}|{NOT_FLUSHED}")
+        write_durably(mount.root / "old", OLD)
+        (mount.root / "folder").mkdir()
+        mount.flush()
+        devices.fail(0)
+        for change in (
+            lambda: (mount.root / "other").mkdir(),
+            lambda: (mount.root / "new").write_bytes(NEW),
+            lambda: (mount.root / "old").unlink(),
+        ):
+            with pytest.raises(OSError, match="Input/output error|Read-only file system"):
+                change()
+        assert mount.status().devices[0].error != ""
+        assert mount.status().catalog.copies_in_service == 1, "nothing could take its place"
+        crash(mount)
+        devices.repair(0)
+        mount.mount()
+        assert_same((mount.root / "old").read_bytes(), OLD)
+        assert sorted(os.listdir(mount.root)) == ["folder", "old"]
 
 
 def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None:

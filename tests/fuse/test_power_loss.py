@@ -70,6 +70,37 @@ def test_names_are_durable_soon_without_being_asked_for(
     assert sorted(os.listdir(mount.root)) == NAMES
 
 
+@pytest.mark.parametrize("removed", [0, 1])
+def test_names_that_were_synced_survive_with_either_copy_of_the_catalog(
+    removed: int, powered: tuple[Mount, FaultyDevices]
+) -> None:
+    mount, devices = powered
+    mount.expect_log(rf"catalog .*{removed}.*/catalog\.db was made anew from")
+    change_names(mount.root)
+    sync_folder(mount.root)
+    (mount.root / "folder").chmod(0o700)
+    sync_folder(mount.root / "folder")
+    crash(mount)
+    for number in range(2):
+        devices.fail(number)
+        devices.repair(number)
+    for name in ("catalog.db", "catalog.db-wal", "catalog.sums"):
+        (devices.folders[removed] / name).unlink(missing_ok=True)
+    mount.mount()
+    assert sorted(os.listdir(mount.root)) == NAMES
+    assert (mount.root / "folder").stat().st_mode & 0o777 == 0o700
+    assert mount.status().catalog.copies_in_service == 2
+
+
+def sync_folder(path: Path) -> None:
+    """fsync(2) of a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def wait_until_clean(path: Path) -> None:
     """Return when the kernel has written all of a file."""
     deadline_s = time.monotonic() + HANG_S

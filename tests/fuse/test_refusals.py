@@ -206,15 +206,18 @@ def test_a_catalog_of_another_filesystem(places: Places, tmp_path: Path) -> None
         stamp = read_stamp(str(folder), asked="test")
         assert stamp is not None
         identities.append(stamp.filesystem_id)
-    own = device / "own"
-    (device / "catalog.db").rename(own)
-    shutil.copy(other / "catalog.db", device)
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("catalog.db", "catalog.sums"):
+        (device / name).rename(own / name)
+        shutil.copy(other / name, device)
     message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
     assert (
         f"catalog {device}/catalog.db is of filesystem {identities[1]}, the stamps of the devices"
         f" are of filesystem {identities[0]}); put back the catalog and the stamps"
     ) in message
-    own.rename(device / "catalog.db")
+    for name in ("catalog.db", "catalog.sums"):
+        (own / name).rename(device / name)
     assert can_be_mounted(device, mountpoint)
 
 

@@ -203,7 +203,7 @@ async def test_a_transaction_that_sqlite_undoes_is_done_one_by_one(
 def cut_power(folder: Path, destination: Path) -> Path:
     """Copy the catalog's files as they are now: what a power cut leaves if all was written."""
     destination.mkdir()
-    for file in folder.glob("catalog.db*"):
+    for file in folder.glob("catalog.*"):
         shutil.copy(file, destination)
     return destination / "catalog.db"
 
@@ -433,7 +433,7 @@ async def test_what_a_format_that_died_left_is_no_catalog(tmp_path: Path) -> Non
     for name in (".catalog.db.new", ".catalog.db.new-journal"):
         (tmp_path / name).write_bytes(b"half of something")
     path = formatted(tmp_path)
-    assert os.listdir(tmp_path) == [path.name]
+    assert sorted(os.listdir(tmp_path)) == [path.name, "catalog.sums"]
     await Catalog.open(path).close()
 
 
@@ -454,22 +454,27 @@ async def test_a_new_catalog_does_not_take_over_the_log_of_one_that_is_gone(tmp_
     await catalog.close()
 
 
-def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
+@trio.testing.trio_test
+async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CatalogMissing, match="there is no catalog at"):
         Catalog.open(tmp_path / "catalog.db")
     path = formatted(tmp_path)
     with pytest.raises(FileExistsError):
         formatted(tmp_path)
-    connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}")
-    connection.close()
+    catalog = Catalog.open(path)
+    await catalog.write_many(
+        lambda t: (make(t, "new"), t.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}"))
+    )
+    await catalog.close()
     with pytest.raises(CatalogTooNew, match=f"has format {FORMAT_VERSION + 1}") as refused:
         Catalog.open(path)
     assert "newer fpfs" in refused.value.remedy
     path.write_bytes(b"not a database at all" * 1000)
-    with pytest.raises(CatalogError, match="is damaged: file is not a database"):
+    with pytest.raises(CatalogError, match="is damaged: page 1 of") as damaged:
         Catalog.open(path)
+    assert "from a backup" in damaged.value.remedy
     path.unlink()
+    (tmp_path / "catalog.sums").unlink()
     sqlite3.connect(path).execute("CREATE TABLE other (x)").connection.close()
     with pytest.raises(CatalogError, match="is not a catalog of fpfs"):
         Catalog.open(path)

@@ -59,7 +59,7 @@ def test_empty_directories_are_formatted_and_known_again(folders: list[Path]) ->
         assert devices.filesystem_id == filesystem_id
         assert [device.number for device in devices.devices] == [0, 1, 2]
         assert [device.path for device in devices.devices] == [str(folder) for folder in folders]
-        assert devices.catalog_directory == str(folders[0])
+        assert devices.catalog_directories == (str(folders[0]), str(folders[1]))
     assert all((folder / "objects").is_dir() for folder in folders)
 
 

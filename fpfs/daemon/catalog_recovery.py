@@ -1,0 +1,218 @@
+"""Opening the catalog: the newest sound copy leads, and the other is made the same.
+
+Invariants:
+  * Nothing is changed on any device before one copy was found sound.
+  * A copy is replaced whole or not at all; the one it is made from stays as it is meanwhile.
+  * A copy of another filesystem is refused, never overwritten.
+
+Concurrency: the functions block; they run before the catalog is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.engine import CatalogFiles, CatalogMirror
+from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
+from fpfs.daemon.catalog_copies import Copies
+from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class _Copy(NamedTuple):
+    """A copy as it was found; `trouble` says why it cannot be used, if it cannot."""
+
+    path: Path
+    files: CatalogFiles
+    trouble: str
+    is_missing: bool
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.trouble
+
+
+def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> Copies:
+    """Open the catalog whose copies are, or should be, at `paths`; the first one is preferred.
+
+    `filesystem_id` is what they must belong to, or "" for any. `is_new`: it was made just now, so
+    that it is no news when a copy is missing.
+    Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, `CatalogError`.
+    """
+    lock_fds: list[int] = []
+    try:
+        lock_fds += [_lock(path) for path in paths if path.parent.is_dir()]
+        found = [_examine(path) for path in paths]
+        sound = [copy for copy in found if copy.is_sound]
+        if not sound:
+            raise _refusal(found)
+        for copy in sound:
+            _check_format(copy)
+            if not copy.files.has_sums:
+                _add_sums(copy)
+            _check_identity(copy, filesystem_id or sound[0].files.filesystem_id)
+        leader = _settle_and_choose(sound)
+        troubles: dict[Path, str] = {}
+        recovered: list[str] = []
+        follower, mirror = None, None
+        for copy in found:
+            if copy is not leader:
+                mirror = _follow(copy, leader, troubles, recovered)
+                follower = copy.path
+        if not is_new:
+            for line in recovered:
+                log.warning("%s", line)
+        connection = open_database(leader.path)
+        migrate(connection)
+        return Copies(
+            paths,
+            leader.path,
+            connection,
+            files=leader.files,
+            follower=follower if mirror else None,
+            mirror=mirror,
+            lock_fds=lock_fds,
+            troubles=troubles,
+            recovered=() if is_new else recovered,
+        )
+    except BaseException:
+        for lock_fd in lock_fds:
+            os.close(lock_fd)
+        raise
+
+
+def _lock(path: Path) -> int:
+    """Lock a copy's folder; returns the descriptor that holds the lock."""
+    lock_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock_fd)
+        raise CatalogBusy(f"catalog {path} is in use by another process") from None
+    return lock_fd
+
+
+def _examine(path: Path) -> _Copy:
+    """Look whether a copy is sound, and change nothing."""
+    files = CatalogFiles(str(path))
+    try:
+        files.check()
+    except OSError as error:
+        is_missing = error.errno == errno.ENOENT
+        trouble = "it is missing" if is_missing else error.strerror or str(error)
+        return _Copy(path, files, trouble, is_missing)
+    return _Copy(path, files, "", is_missing=False)
+
+
+def _refusal(found: Sequence[_Copy]) -> CatalogError:
+    """Why none of the copies can be used, and what to do."""
+    if all(copy.is_missing for copy in found):
+        places = " nor at ".join(str(copy.path) for copy in found)
+        return CatalogMissing(
+            f"there is no catalog at {places}, which names what lies on the devices",
+            remedy="put it back from a backup, without -wal, or empty the devices to begin anew",
+        )
+    troubles = "; ".join(f"catalog {copy.path} is damaged: {copy.trouble}" for copy in found)
+    return CatalogError(
+        troubles,
+        remedy="put back catalog.db and catalog.sums of one device from a backup, without -wal, and"
+        " remove those of the others",
+    )
+
+
+def _check_format(copy: _Copy) -> None:
+    version = copy.files.format
+    if version > FORMAT_VERSION:
+        raise CatalogTooNew(
+            f"catalog {copy.path} has format {version},"
+            f" this fpfs knows formats up to {FORMAT_VERSION}",
+            remedy="mount it with the newer fpfs that wrote it",
+        )
+
+
+def _check_identity(copy: _Copy, filesystem_id: str) -> None:
+    if copy.files.filesystem_id != filesystem_id:
+        raise CatalogError(
+            f"catalog {copy.path} is of filesystem {copy.files.filesystem_id}, the stamps of the"
+            f" devices are of filesystem {filesystem_id}",
+            remedy="put back the catalog and the stamps that belong together",
+        )
+
+
+def _add_sums(copy: _Copy) -> None:
+    """Give a catalog of an earlier format, which has none, the sums of its pages."""
+    connection = open_database(copy.path)
+    try:
+        (answer,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if answer != "ok":
+            raise CatalogError(f"catalog {copy.path} is damaged: {answer}")
+        (filesystem_id,) = connection.execute(
+            "SELECT value FROM filesystem WHERE name = 'filesystem_id'"
+        ).fetchone()
+    except sqlite3.Error as error:
+        raise CatalogError(f"catalog {copy.path} is damaged: {error}") from error
+    finally:
+        connection.close()  # which copies the log into the database
+    copy.files.make_sums(str(filesystem_id))
+    copy.files.check()
+    log.info("catalog %s of format %d now has page checksums", copy.path, copy.files.format)
+
+
+def _settle_and_choose(sound: Sequence[_Copy]) -> _Copy:
+    """Bring the log of every sound copy into its database; returns the newest of them."""
+    for copy in sound:
+        copy.files.settle()
+    first, *others = sound
+    if all(copy.files.same_as(first.files) for copy in others):
+        return first
+    return max(sound, key=lambda copy: _sequence_of(copy.path))
+
+
+def _sequence_of(path: Path) -> int:
+    """The number of the last transaction of a copy without a log."""
+    uri = f"{path.absolute().as_uri()}?immutable=1"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            row = connection.execute(
+                "SELECT value FROM filesystem WHERE name = ?", (SEQUENCE,)
+            ).fetchone()
+    except sqlite3.Error as error:
+        raise CatalogError(f"catalog {path} cannot be read: {error}") from error
+    return int(row[0]) if row else 0
+
+
+def _follow(
+    copy: _Copy, leader: _Copy, troubles: dict[Path, str], recovered: list[str]
+) -> CatalogMirror | None:
+    """Make a copy the same as the leader, and return what keeps it so.
+
+    A copy that cannot be made is noted in `troubles`: the catalog is used without it. One that was
+    made anew is noted in `recovered`; that one lacks the last transactions is common after a crash.
+    """
+    try:
+        if not copy.is_sound:
+            copy.files.copy_from(leader.files)
+        mirror = CatalogMirror(copy.files)
+        mirror.open()
+        if not copy.files.same_as(leader.files):
+            mirror.follow_from(leader.files)
+            log.info("catalog %s lacked the last changes of %s", copy.path, leader.path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        troubles[copy.path] = f"it cannot be made: {reason}"
+        log.error("the catalog has %s alone: %s cannot be made: %s", leader.path, copy.path, reason)
+        return None
+    if not copy.is_sound:
+        recovered.append(f"catalog {copy.path} was made anew from {leader.path}: {copy.trouble}")
+    return mirror

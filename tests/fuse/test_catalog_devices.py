@@ -1,0 +1,90 @@
+"""The two copies of the catalog under a mount: one that is gone or damaged, and both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.mounted import CommandFailed, Mount, mounted
+from tests.support.catalogs import Damage
+from tests.support.crash import crash
+
+REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from .*: "
+
+
+def make_names(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Names with modes, sizes and attributes; returns what `names` finds of them."""
+    for number in range(20):
+        path = root / f"file{number}"
+        path.write_bytes(b"x" * number * 100)
+        path.chmod(0o600 + number % 8)
+        os.setxattr(path, "user.number", b"%d" % number)
+    (root / "file3").rename(root / "moved")
+    (root / "file4").unlink()
+    return names(root)
+
+
+def names(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Mode, size and attribute of everything in a folder."""
+    return {
+        path.name: (path.stat().st_mode, path.stat().st_size, os.getxattr(path, "user.number"))
+        for path in root.iterdir()
+    }
+
+
+def remove_all(folder: Path) -> None:
+    """Remove a copy of the catalog."""
+    for name in ("catalog.db", "catalog.db-wal", "catalog.sums"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def cut_database(folder: Path) -> None:
+    """Cut the database short."""
+    Damage(folder.name, "catalog.db", "truncate", 1).apply(folder.parent)
+
+
+def flip_sums(folder: Path) -> None:
+    """Change bytes of the checksums."""
+    Damage(folder.name, "catalog.sums", "flip", 2).apply(folder.parent)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("damage", [remove_all, cut_database, flip_sums])
+@pytest.mark.parametrize("ending", [Mount.unmount, crash])
+def test_a_mount_without_one_copy_makes_it_anew(
+    number: int, damage: Callable[[Path], None], ending: Callable[[Mount], None]
+) -> None:
+    with mounted(devices=2) as mount:
+        mount.expect_log(REMADE)
+        expected = make_names(mount.root)
+        mount.flush()
+        ending(mount)
+        damage(mount.devices[number])
+        mount.mount()
+        assert names(mount.root) == expected
+        status = mount.status().catalog
+        assert status.copies_in_service == 2
+        (line,) = status.recovered
+        assert str(mount.devices[number]) in line
+        mount.remount()
+        assert names(mount.root) == expected
+        assert mount.status().catalog.recovered == ()
+
+
+def test_a_mount_with_both_copies_damaged_is_refused() -> None:
+    with mounted(devices=2) as mount:
+        mount.expect_log("fpfs.server: mount at .* is damaged: .* is damaged: ")
+        expected = make_names(mount.root)
+        mount.unmount()
+        kept = {device: (device / "catalog.db").read_bytes() for device in mount.devices}
+        for device in mount.devices:
+            cut_database(device)
+        with pytest.raises(CommandFailed, match="put back catalog.db and catalog.sums of one"):
+            mount.mount()
+        for device, content in kept.items():
+            (device / "catalog.db").write_bytes(content)
+        mount.mount()
+        assert names(mount.root) == expected

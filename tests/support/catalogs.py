@@ -1,0 +1,160 @@
+"""Catalogs of two copies with known contents, states that a crash leaves them in, and damage.
+
+Concurrency: one thread; the catalogs run in the caller's trio loop.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import stat
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fpfs.daemon import catalog_names
+from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog_attributes import store_xattr
+from fpfs.daemon.catalog_names import NewInode
+
+ROOT = 1
+FILESYSTEM_ID = "0123456789abcdef"
+LATE = b"late"
+"""What the names begin with that were made after the last `make_durable`."""
+
+FILES = ("catalog.db", "catalog.db-wal", "catalog.sums")
+
+Entry = tuple[Any, ...]
+
+
+def paths_of(folder: Path) -> tuple[Path, Path]:
+    """Where the copies of a catalog of two devices are."""
+    return folder / "a" / "catalog.db", folder / "b" / "catalog.db"
+
+
+def make_catalog(folder: Path) -> Catalog:
+    """A new catalog with copies on two devices."""
+    paths = paths_of(folder)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    Catalog.format(
+        paths[0],
+        filesystem_id=FILESYSTEM_ID,
+        devices=[
+            DeviceRecord(number=number, device_id=path.parent.name, path=str(path.parent))
+            for number, path in enumerate(paths)
+        ],
+        root=RootOwner(uid=1, gid=2),
+    )
+    return Catalog.open(*paths, is_new=True)
+
+
+def open_catalog(folder: Path) -> Catalog:
+    """Open a catalog with copies on two devices, as a server does."""
+    return Catalog.open(*paths_of(folder), filesystem_id=FILESYSTEM_ID)
+
+
+def change(transaction: Transaction, name: bytes, number: int) -> None:
+    """Make a file whose mode, size and extended attributes tell its number."""
+    new = NewInode(stat.S_IFREG | (number % 0o1000), number, number + 1, 0, number)
+    ino = catalog_names.make(transaction, ROOT, name, new)
+    transaction.execute("UPDATE inodes SET size = ? WHERE ino = ?", (number * 7, ino))
+    store_xattr(transaction, ino, b"user.number", b"%d" % number * 20, ctime_ns=number)
+
+
+async def make_names(catalog: Catalog, numbers: range, *, prefix: bytes = b"n") -> None:
+    """Make files, one transaction each; every fifth replaces the one before it."""
+    for number in numbers:
+        name = prefix + b"%06d" % number
+        await catalog.write(partial(change, name=name, number=number))
+        if number % 5 == 4 and prefix != LATE:
+            before = prefix + b"%06d" % (number - 1)
+            await catalog.write(
+                partial(
+                    catalog_names.rename,
+                    source=(ROOT, name),
+                    destination=(ROOT, before),
+                    mode=catalog_names.RenameMode.REPLACE,
+                    now_ns=number,
+                )
+            )
+
+
+def name_plane(transaction: Transaction) -> dict[bytes, Entry]:
+    """Every name in the root, with what is behind it."""
+    rows = transaction.execute(
+        "SELECT n.name, i.ino, i.mode, i.uid, i.gid, i.nlink, i.size, i.mtime_ns, x.value"
+        " FROM names n JOIN inodes i ON i.ino = n.ino LEFT JOIN xattrs x ON x.ino = i.ino"
+    ).fetchall()
+    return {name: tuple(rest) for name, *rest in rows}
+
+
+def tables(path: Path) -> dict[str, list[Entry]]:
+    """Every row of every table of a copy that nobody has open."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        names = [
+            name
+            for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        ]
+        return {
+            name: sorted(connection.execute(f"SELECT * FROM {name}").fetchall(), key=repr)
+            for name in names
+        }
+
+
+def copy_state(folder: Path, destination: Path) -> None:
+    """Copy the files of both copies as they are now: what kill -9 leaves."""
+    for device in ("a", "b"):
+        (destination / device).mkdir(parents=True)
+        for name in FILES:
+            if (folder / device / name).exists():
+                shutil.copy(folder / device / name, destination / device)
+
+
+class State(NamedTuple):
+    """What a crash left: the files, the durable names, and all names that were answered."""
+
+    folder: Path
+    durable: dict[bytes, Entry]
+    answered: dict[bytes, Entry]
+
+
+class Damage(NamedTuple):
+    """What is done to one file of a copy."""
+
+    device: str
+    file: str
+    kind: str
+    seed: int
+
+    def apply(self, folder: Path) -> None:
+        """Do it. Files that are not there stay so."""
+        random_numbers = random.Random(self.seed)
+        path = folder / self.device / self.file
+        if not path.exists():
+            return
+        size = path.stat().st_size
+        if self.kind == "delete":
+            path.unlink()
+        elif self.kind == "truncate":
+            os.truncate(path, random_numbers.randrange(size) if size else 0)
+        else:
+            content = bytearray(path.read_bytes())
+            for _ in range(random_numbers.choice((1, 1, 2, 16)) if size else 0):
+                content[random_numbers.randrange(size)] ^= random_numbers.randrange(1, 256)
+            path.write_bytes(content)
+
+
+def random_damage(seed: int, *, device: str = "") -> Damage:
+    """A damage by number; the same number is the same damage."""
+    random_numbers = random.Random(seed)
+    return Damage(
+        device=device or random_numbers.choice("ab"),
+        file=random_numbers.choice(FILES),
+        kind=random_numbers.choice(("delete", "truncate", "truncate", "flip", "flip", "flip")),
+        seed=seed,
+    )
