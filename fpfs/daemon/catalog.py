@@ -36,7 +36,6 @@ from fpfs.daemon.catalog_schema import (
     DeviceRecord,
     RootOwner,
     create_database,
-    flush_directory,
 )
 from fpfs.daemon.catalog_worker import Request, RequestKind, Transaction, Worker
 
@@ -90,9 +89,7 @@ class Catalog:
         (self.inode_count_at_open,) = connection.execute(
             f"SELECT count(*) FROM inodes WHERE ino = {ROOT_INO} OR ino >= {NUMBER_FIRST}"
         ).fetchone()
-        os.fsync(copies.log_descriptor)
-        flush_directory(copies.path.parent)
-        copies.flush_follower()
+        copies.begin()
         self._worker = Worker(copies, delivered=self._batch_delivered)
         self._worker.start()
         self._written = 0

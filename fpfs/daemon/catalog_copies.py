@@ -30,8 +30,8 @@ import msgspec
 
 from fpfs.core.engine import CatalogFiles, CatalogLeader, CatalogMirror
 from fpfs.core.errors import CatalogError
-from fpfs.daemon.catalog_schema import SEQUENCE, open_database
-from fpfs.daemon.reserve import Reserve
+from fpfs.daemon.catalog_schema import SEQUENCE, flush_directory, open_database
+from fpfs.daemon.reserve import RESERVE_NAME, Reserve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,23 @@ FAILURES = frozenset(
 
 PENDING_PAGES_MAX = 8192
 """Pages that are gathered in memory for the follower (32 MiB) before it is written unasked."""
+
+
+ALONE_NAME = "catalog.alone"
+"""A file beside a copy that went on without the other, which is older from then on."""
+
+
+def note_alone(copy: Path) -> None:
+    """Leave a note that other copies lack changes that this one has. Blocks.
+
+    Without it, this copy's loss would silently bring back an older state.
+    """
+    try:
+        descriptor = os.open(copy.with_name(ALONE_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+        os.close(descriptor)
+        flush_directory(copy.parent)
+    except OSError as error:
+        log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +100,11 @@ class Copies:
         """
         self.path = leader
         self.connection = connection
-        self.reserve = Reserve(leader.parent / "reserve")
+        self.reserve = Reserve(leader.parent / RESERVE_NAME)
         self._leader = CatalogLeader(files)
         self._mirror = mirror
         self._follower = follower
-        self._follower_reserve = Reserve(follower.parent / "reserve") if follower else None
+        self._follower_reserve = Reserve(follower.parent / RESERVE_NAME) if follower else None
         self._lock_fds = list(lock_fds)
         self._troubles = dict(troubles)
         self._paths = tuple(paths)
@@ -117,6 +134,15 @@ class Copies:
         if self._log_descriptor < 0:
             self._log_descriptor = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
         return self._log_descriptor
+
+    def begin(self) -> None:
+        """Make what was committed so far durable in all copies, which are the same then. Blocks."""
+        os.fsync(self.log_descriptor)
+        flush_directory(self.path.parent)
+        self.flush_follower()
+        if not self._troubles:
+            for path in self._paths:
+                path.with_name(ALONE_NAME).unlink(missing_ok=True)
 
     def statuses(self) -> tuple[CopyStatus, ...]:
         """Every copy that the filesystem has, or should have."""
@@ -193,6 +219,7 @@ class Copies:
             assert self._follower is not None, "a mirror is of a follower"
             self._mirror = None
             self._put_out_of_service(self._follower, error)
+            note_alone(self.path)
             log.error(
                 "the catalog's copy %s is out of service (%s): going on with %s alone",
                 self._follower,
@@ -220,6 +247,7 @@ class Copies:
             self._drop_follower(second)
             raise CatalogError(f"the catalog's devices fail: {error}; {second}") from second
         assert error is not None, "the leader failed"
+        note_alone(follower)
         log.error(
             "the catalog's copy %s is out of service (%s): going on with %s alone",
             self.path,
@@ -260,6 +288,7 @@ class Copies:
         mirror = self._mirror
         if mirror is not None:
             self._call_follower(mirror.close)
+            self._mirror = None
         if self._log_descriptor >= 0:
             os.close(self._log_descriptor)
         while self._lock_fds:

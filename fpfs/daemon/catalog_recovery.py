@@ -16,13 +16,15 @@ import fcntl
 import logging
 import os
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import CatalogFiles, CatalogMirror
 from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
-from fpfs.daemon.catalog_copies import Copies
+from fpfs.daemon.catalog_copies import ALONE_NAME, PENDING_PAGES_MAX, Copies, note_alone
 from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
+from fpfs.daemon.reserve import RESERVE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,10 +55,12 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
     lock_fds: list[int] = []
     try:
         lock_fds += [_lock(path) for path in paths if path.parent.is_dir()]
-        found = [_examine(path) for path in paths]
+        with ThreadPoolExecutor() as threads:  # each waits for its own device
+            found = list(threads.map(_examine, paths))
         sound = [copy for copy in found if copy.is_sound]
         if not sound:
             raise _refusal(found)
+        _check_none_is_newer(found)
         for copy in sound:
             _check_format(copy)
             if not copy.files.has_sums:
@@ -131,6 +135,18 @@ def _refusal(found: Sequence[_Copy]) -> CatalogError:
     )
 
 
+def _check_none_is_newer(found: Sequence[_Copy]) -> None:
+    """Refuse an older copy where the one that went on without it cannot be used."""
+    for copy in found:
+        if not copy.is_sound and copy.path.with_name(ALONE_NAME).exists():
+            raise CatalogError(
+                f"catalog {copy.path} cannot be used: {copy.trouble}; the other copy lacks what was"
+                " changed after it failed",
+                remedy=f"put back {copy.path} and its catalog.sums, or remove {ALONE_NAME} beside"
+                " it to go back to the older state",
+            )
+
+
 def _check_format(copy: _Copy) -> None:
     version = copy.files.format
     if version > FORMAT_VERSION:
@@ -171,12 +187,24 @@ def _add_sums(copy: _Copy) -> None:
 
 def _settle_and_choose(sound: Sequence[_Copy]) -> _Copy:
     """Bring the log of every sound copy into its database; returns the newest of them."""
-    for copy in sound:
-        copy.files.settle()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(_settle, sound))
     first, *others = sound
-    if all(copy.files.same_as(first.files) for copy in others):
+    if not any(copy.files.count_differences(first.files) for copy in others):
         return first
     return max(sound, key=lambda copy: _sequence_of(copy.path))
+
+
+def _settle(copy: _Copy) -> None:
+    """Bring a copy's log into its database, with the reserve if the device is full."""
+    try:
+        copy.files.settle()
+    except OSError as error:
+        reserve = copy.path.with_name(RESERVE_NAME)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not reserve.exists():
+            raise
+        os.truncate(reserve, 0)
+        copy.files.settle()
 
 
 def _sequence_of(path: Path) -> int:
@@ -201,16 +229,18 @@ def _follow(
     made anew is noted in `recovered`; that one lacks the last transactions is common after a crash.
     """
     try:
-        if not copy.is_sound:
+        differences = copy.files.count_differences(leader.files) if copy.is_sound else 0
+        if not copy.is_sound or differences > PENDING_PAGES_MAX:
             copy.files.copy_from(leader.files)
         mirror = CatalogMirror(copy.files)
         mirror.open()
-        if not copy.files.same_as(leader.files):
+        if differences:
             mirror.follow_from(leader.files)
             log.info("catalog %s lacked the last changes of %s", copy.path, leader.path)
     except OSError as error:
         reason = error.strerror or str(error)
         troubles[copy.path] = f"it cannot be made: {reason}"
+        note_alone(leader.path)
         log.error("the catalog has %s alone: %s cannot be made: %s", leader.path, copy.path, reason)
         return None
     if not copy.is_sound:

@@ -145,6 +145,7 @@ class Worker:
         self._unanswered = 0  # Requests queued and not delivered. Trio thread only.
         self._running = threading.Lock()
         self._ran_s = 0.0
+        self._follower_is_due = False  # Its log is to be copied. The thread only.
         self._is_watching = False  # The thread will look for a quiet moment. Under `_running`.
         self._trio_token: trio.lowlevel.TrioToken | None = None
         self._changes_checkpointed = copies.connection.total_changes
@@ -207,8 +208,6 @@ class Worker:
                     self._close()
                 elif self._log_is_long():
                     self._checkpoint("PASSIVE")
-                elif self._copies.is_follower_behind:
-                    self._copies.write_follower()
 
     def _close(self) -> None:
         """Copy the logs into the databases and close them.
@@ -291,6 +290,7 @@ class Worker:
                     self._copies.reserve.restore()
                     self._is_watching = False
                 timeout_s = IDLE_S - quiet_s if self._is_watching else None
+            self._tend_follower()
             try:
                 return self._queue.get(timeout=timeout_s)
             except queue.Empty:
@@ -421,8 +421,16 @@ class Worker:
             log.warning("catalog checkpoint failed, the log grows on: %s", error)
         self._changes_checkpointed = connection.total_changes
         self.checkpoints += 1
-        self._copies.checkpoint_follower()
+        self._follower_is_due = True
         return copied
+
+    def _tend_follower(self) -> None:
+        """Write what has gathered for the follower; operations may run meanwhile."""
+        if self._follower_is_due:
+            self._follower_is_due = False
+            self._copies.checkpoint_follower()
+        elif self._copies.is_follower_behind:
+            self._copies.write_follower()
 
     def _hand_over(self, batch: list[Request]) -> None:
         """Let trio resume the waiting tasks."""

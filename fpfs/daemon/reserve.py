@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+RESERVE_NAME = "reserve"
 RESERVE_BYTES = 8 * 1024 * 1024
 
 log = logging.getLogger(__name__)

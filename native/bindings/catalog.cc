@@ -32,7 +32,7 @@ void bind_files(nb::module_& module) {
       .def("settle", blocking(&CatalogFiles::settle))
       .def("make_sums", blocking(&CatalogFiles::make_sums), nb::arg("filesystem_id"))
       .def("copy_from", blocking(&CatalogFiles::copy_from), nb::arg("source"))
-      .def("same_as", &CatalogFiles::same_as, nb::arg("other"))
+      .def("count_differences", &CatalogFiles::count_differences, nb::arg("other"))
       .def_prop_ro("has_sums", &CatalogFiles::has_sums)
       .def_prop_ro("format", &CatalogFiles::format)
       .def_prop_ro("filesystem_id",

@@ -34,8 +34,10 @@ class CatalogFiles {
   // Makes this copy anew, the same as another, which is settled. Needs no check().
   Status copy_from(const CatalogFiles& source);
 
-  // Whether two settled copies have the same pages.
-  bool same_as(const CatalogFiles& other) const { return sums_ == other.sums_; }
+  // In how many pages two settled copies differ.
+  uint32_t count_differences(const CatalogFiles& other) const {
+    return sums_.count_differences(other.sums_);
+  }
 
   // Whether it has sums; one of an earlier format has none.
   bool has_sums() const { return has_sums_; }

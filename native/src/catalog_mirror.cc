@@ -39,20 +39,20 @@ CatalogMirror::CatalogMirror(CatalogFiles files)
 
 Status CatalogMirror::open() {
   const MutexLock lock(file_mutex_);
-  database_.reset(::open(files_.path().c_str(), O_RDWR | O_CLOEXEC));
+  database_.reset(::open(files_.path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   if (!database_) return Status::from_errno("opening " + files_.path());
-  sums_file_.reset(::open(files_.sums_path().c_str(), O_RDWR | O_CLOEXEC));
+  sums_file_.reset(::open(files_.sums_path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   if (!sums_file_) return Status::from_errno("opening " + files_.sums_path());
-  log_.reset(
-      ::open(files_.log_path().c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  log_.reset(::open(files_.log_path().c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW,
+                    S_IRUSR | S_IWUSR));
   if (!log_) return Status::from_errno("making " + files_.log_path());
   return flush_folder(files_.folder());
 }
 
 Status CatalogMirror::follow_from(const CatalogFiles& leader) {
-  const FileDescriptor theirs(::open(leader.path().c_str(), O_RDONLY | O_CLOEXEC));
+  const FileDescriptor theirs(::open(leader.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (!theirs) return Status::from_errno("opening " + leader.path());
-  const FileDescriptor ours(::open(files_.path().c_str(), O_RDONLY | O_CLOEXEC));
+  const FileDescriptor ours(::open(files_.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (!ours) return Status::from_errno("opening " + files_.path());
   PageSet different;
   std::vector<std::byte> wanted(kPagesAtOnce * kPageBytes);
@@ -129,6 +129,7 @@ Status CatalogMirror::store_sums() {
 Status CatalogMirror::copy_log() {
   std::array<std::byte, kPageBytes> content{};
   for (const auto& [page, offset] : places_) {
+    if (page > page_count_) continue;
     size_t count = 0;
     Status status = sqlite::read_at(log_.get(), content.data(), content.size(), offset, &count);
     if (status.ok()) {
@@ -137,7 +138,11 @@ Status CatalogMirror::copy_log() {
     }
     if (!status.ok()) return status;
   }
-  if (::fdatasync(database_.get()) != 0) return Status::from_errno("flushing " + files_.path());
+  // An older leader had pages that the newer copy never got.
+  if (::ftruncate(database_.get(), static_cast<off_t>(uint64_t{page_count_} * kPageBytes)) != 0 ||
+      ::fdatasync(database_.get()) != 0) {
+    return Status::from_errno("flushing " + files_.path());
+  }
   return {};
 }
 
@@ -230,7 +235,7 @@ CatalogLeader::CatalogLeader(CatalogFiles files)
 
 Result<uint64_t> CatalogLeader::collect(CatalogMirror* mirror) {
   if (!log_) {
-    log_.reset(::open(files_.log_path().c_str(), O_RDONLY | O_CLOEXEC));
+    log_.reset(::open(files_.log_path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
     if (!log_) return Status::from_errno("opening " + files_.log_path());
   }
   Collector collector(*this, mirror);
@@ -249,7 +254,7 @@ Status CatalogLeader::store_sums() {
   sums_.log_salts = reader_.salts();
   sums_.log_frames = reader_.frames();
   if (!sums_file_) {
-    sums_file_.reset(::open(files_.sums_path().c_str(), O_RDWR | O_CLOEXEC));
+    sums_file_.reset(::open(files_.sums_path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     if (!sums_file_) return Status::from_errno("opening " + files_.sums_path());
   }
   return sums_.store(sums_file_.get());

@@ -38,7 +38,7 @@ uint32_t header_crc(const Header& header) { return crc32c(0, &header, offsetof(H
 PageSums::PageSums(std::string filesystem_id) : filesystem_id_(std::move(filesystem_id)) {}
 
 Result<PageSums> PageSums::load(const std::string& path) {
-  const FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (!fd) return Status::from_errno("opening " + path);
   Header header{};
   size_t count = 0;
@@ -96,8 +96,8 @@ Status PageSums::store(int fd) const {
 
 Status PageSums::replace(const std::string& path) const {
   const std::string made = path + ".new";
-  const FileDescriptor fd(
-      ::open(made.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  const FileDescriptor fd(::open(
+      made.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
   if (!fd) return Status::from_errno("making " + made);
   Status status = store(fd.get());
   if (!status.ok()) return status;
@@ -107,6 +107,13 @@ Status PageSums::replace(const std::string& path) const {
 
 bool PageSums::fits(uint32_t page, const std::byte* content) const {
   return page <= known_ && sums_[page - 1] == crc32c(0, content, sqlite::kPageBytes);
+}
+
+uint32_t PageSums::count_differences(const PageSums& other) const {
+  const size_t common = std::min(sums_.size(), other.sums_.size());
+  size_t count = std::max(sums_.size(), other.sums_.size()) - common;
+  for (size_t i = 0; i < common; ++i) count += sums_[i] != other.sums_[i] ? 1 : 0;
+  return static_cast<uint32_t>(count);
 }
 
 void PageSums::resize(uint32_t page_count) {

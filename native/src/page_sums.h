@@ -43,7 +43,8 @@ class PageSums {
   bool fits(uint32_t page, const std::byte* content) const;
   void resize(uint32_t page_count);
   void set(uint32_t page, const std::byte* content);
-  bool operator==(const PageSums& other) const { return sums_ == other.sums_; }
+  // How many pages differ, those included that only one of the databases has.
+  uint32_t count_differences(const PageSums& other) const;
 
   // The log that was copied last: this many frames of it are in the sums.
   sqlite::LogSalts log_salts;

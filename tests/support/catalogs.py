@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from fpfs.daemon import catalog_names
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import store_xattr
+from fpfs.daemon.catalog_copies import ALONE_NAME
 from fpfs.daemon.catalog_names import NewInode
 
 ROOT = 1
@@ -110,7 +111,7 @@ def copy_state(folder: Path, destination: Path) -> None:
     """Copy the files of both copies as they are now: what kill -9 leaves."""
     for device in ("a", "b"):
         (destination / device).mkdir(parents=True)
-        for name in FILES:
+        for name in (*FILES, ALONE_NAME):
             if (folder / device / name).exists():
                 shutil.copy(folder / device / name, destination / device)
 

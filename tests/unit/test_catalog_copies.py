@@ -33,6 +33,7 @@ from tests.support.catalogs import (
     LATE,
     Damage,
     State,
+    change,
     copy_state,
     make_catalog,
     make_names,
@@ -123,6 +124,7 @@ def _check_equal(folder: Path) -> None:
         CatalogFiles(str(path)).check()
     assert first.read_bytes() == second.read_bytes()
     assert tables(first) == tables(second)
+    assert not list(folder.glob("*/catalog.alone"))
     assert not any(path.with_name("catalog.db-wal").exists() for path in (first, second))
 
 
@@ -354,28 +356,69 @@ async def test_a_leader_that_cannot_be_flushed_gives_way(
     plane = await catalog.read(name_plane)
     assert sorted(plane) == sorted(b"n%06d" % number for number in range(30) if number % 5 != 4)
     copy_state(folder, tmp_path / "crashed")
+    copy_state(folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "b" / "catalog.db").unlink()
     await catalog.close()
     monkeypatch.undo()
+    with pytest.raises(CatalogError, match="the other copy lacks what was changed") as refused:
+        open_catalog(tmp_path / "damaged")
+    assert "remove catalog.alone beside it" in refused.value.remedy
     for left in (folder, tmp_path / "crashed"):
         assert await _check_opens(left, State(left, plane, plane)) == plane
 
 
+@pytest.mark.parametrize("is_long", [False, True])
 @trio.testing.trio_test
-async def test_numbers_are_not_used_twice_after_a_change_of_the_leader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_operation_that_meets_an_error_of_the_leader_is_run_on_the_other_copy(
+    is_long: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "catalog"
     catalog = make_catalog(folder)
-    taken = [await catalog.write(lambda t: t.take_number()) for _ in range(3)]
-    _fail_flushes_of(Path(f"{catalog.path}-wal"), monkeypatch)
-    await catalog.make_durable()
-    taken += [await catalog.write(lambda t: t.take_number()) for _ in range(3)]
+    first, second = paths_of(folder)
+    await make_names(catalog, range(10))
+    runs = []
+
+    def meet_an_error(transaction: Transaction) -> None:
+        change(transaction, b"n000011", 11)
+        runs.append(catalog.path)
+        if catalog.path == first:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+
+    await (catalog.write_many(meet_an_error) if is_long else catalog.write(meet_an_error))
+    assert (runs[0], runs[-1]) == (first, second)
+    await make_names(catalog, range(12, 14))
+    plane = await catalog.read(name_plane)
+    kept = [*(number for number in range(10) if number % 5 != 4), 11, 12, 13]
+    assert sorted(plane) == [b"n%06d" % number for number in kept]
     await catalog.close()
-    catalog = open_catalog(folder)
-    taken += [await catalog.write(lambda t: t.take_number())]
+    assert await _check_opens(folder, State(folder, plane, plane)) == plane
+
+
+@trio.testing.trio_test
+async def test_numbers_are_not_used_twice_after_a_change_of_the_leader(tmp_path: Path) -> None:
+    folder = tmp_path / "catalog"
+    catalog = make_catalog(folder)
+    first = catalog.path
+    taken: list[int] = []
+
+    def take(transaction: Transaction) -> None:
+        taken.append(transaction.take_number())
+        if catalog.path == first:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+
+    for _ in range(3):
+        await catalog.write(take)
+    copy_state(folder, tmp_path / "crashed")
     await catalog.close()
+    for left in (folder, tmp_path / "crashed"):
+        catalog = open_catalog(left)
+        assert await catalog.write(lambda t: t.take_number()) > max(taken)
+        await catalog.close()
     assert len(set(taken)) == len(taken)
-    assert taken == sorted(taken)
 
 
 @pytest.fixture
