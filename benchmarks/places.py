@@ -117,15 +117,27 @@ class Bench:
 
     @contextlib.contextmanager
     def fpfs(
-        self, *, filesystems: Sequence[Path] | None = None, options: Sequence[str] = ()
+        self,
+        *,
+        filesystems: Sequence[Path] | None = None,
+        options: Sequence[str] = (),
+        catalog_copies: int = 2,
     ) -> Iterator[FpfsMount]:
-        """A fresh fpfs, one device directory in each of `filesystems` (default: the plain one)."""
+        """A fresh fpfs, one device directory in each of `filesystems` (default: the plain one).
+
+        With fewer `catalog_copies` a folder stands where the second one would be.
+        """
         with contextlib.ExitStack() as stack:
             parents = filesystems or [self.directory]
             devices = [stack.enter_context(self.plain("device", parent=p)) for p in parents]
             mountpoint = stack.enter_context(self.plain("mount"))
             log = mountpoint.with_suffix(".log")
             mount = FpfsMount(devices, mountpoint, log=log, options=options)
+            if catalog_copies < len(devices[:2]):
+                mount.unmount()
+                (devices[1] / "catalog.db").unlink()
+                (devices[1] / "catalog.db").mkdir()
+                mount = FpfsMount(devices, mountpoint, log=log, options=options)
             stack.callback(mount.unmount)
             self.arena_bytes = mount.status()["staging"]["bytes_total"]
             yield mount

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.groups import checksums, loading, memory, names, parallel, restart, saving, striping
+from benchmarks.groups import (
+    catalogs,
+    checksums,
+    loading,
+    memory,
+    names,
+    parallel,
+    restart,
+    saving,
+    striping,
+)
 
 if TYPE_CHECKING:
     from benchmarks.framework import Group
@@ -16,6 +26,7 @@ GROUPS: tuple[Group, ...] = (
     *checksums.GROUPS,
     *striping.GROUPS,
     *names.GROUPS,
+    *catalogs.GROUPS,
     *restart.GROUPS,
     *memory.GROUPS,
 )
