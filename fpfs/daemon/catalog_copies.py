@@ -34,7 +34,7 @@ from fpfs.daemon.catalog_schema import SEQUENCE, flush_directory, open_database
 from fpfs.daemon.reserve import RESERVE_NAME, Reserve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ FAILURES = frozenset(
     }
 )
 """SQLite's result codes that say that a copy cannot be used. A full device is no such thing."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 PENDING_PAGES_MAX = 8192
 """Pages that are gathered in memory for the follower (32 MiB) before it is written unasked."""
@@ -115,7 +117,7 @@ class Copies:
         ).fetchone()
         self._sequence = int(row[0])
         self._changes = connection.total_changes
-        self._left: list[sqlite3.Connection] = []
+        self._left: list[object] = []
         self.leader_error: Exception | None = None
         """Why the leader must not be used any more."""
         self._log_descriptor = -1
@@ -194,23 +196,26 @@ class Copies:
         if mirror is not None:
             self._call_follower(mirror.flush)
 
-    def _call_follower(self, call: object) -> None:
-        """Call a method of the mirror; a failure puts the follower out of service."""
-        assert callable(call), "a method of the mirror"
+    def _call_follower(self, call: Callable[[], None], *, may_wait: bool = False) -> None:
+        """Call a method of the mirror, with the reserve if its device is full.
+
+        A failure puts the follower out of service, unless it is for room and the call `may_wait`.
+        """
         reserve = self._follower_reserve
         assert reserve is not None, "there is one for every follower"
         try:
             try:
                 call()
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in NO_ROOM:
                     raise
-                with reserve.lent() as was_held:
-                    if not was_held:
-                        raise
+                with reserve.lent():
                     call()
         except OSError as error:
-            self._drop_follower(error)
+            if may_wait and error.errno in NO_ROOM:
+                log.debug("the log of %s grows on: %s", self._follower, error)
+            else:
+                self._drop_follower(error)
 
     def _drop_follower(self, error: Exception) -> None:
         with self._dropping:
@@ -238,8 +243,10 @@ class Copies:
         error, mirror, follower = self.leader_error, self._mirror, self._follower
         if mirror is None or follower is None:
             raise CatalogError(f"the catalog's device fails: {error}")
+        self.flush_follower()
+        if self._mirror is None:
+            raise CatalogError(f"the catalog's devices fail: {error}; {self._troubles[follower]}")
         try:
-            mirror.flush()
             files = CatalogFiles(str(follower))
             files.check()
             connection = open_database(follower)
@@ -255,8 +262,9 @@ class Copies:
             follower,
         )
         self._put_out_of_service(self.path, error)
-        # Closing it would try to write.
-        self._left.append(self.connection)
+        # Closing the connection would try to write; the mirror has the database open, and closing
+        # that would drop the locks of SQLite, which has it open now.
+        self._left += [self.connection, mirror]
         self._mirror = None
         self.path, self.connection, self._leader = follower, connection, CatalogLeader(files)
         assert self._follower_reserve is not None, "there is one for every follower"
@@ -280,7 +288,7 @@ class Copies:
         if mirror is None:
             return
         assert self._follower_reserve is not None, "there is one for every follower"
-        self._call_follower(mirror.checkpoint)
+        self._call_follower(mirror.checkpoint, may_wait=True)
         self._follower_reserve.restore()
 
     def close(self) -> None:

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import CatalogFiles, CatalogMirror
 from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
-from fpfs.daemon.catalog_copies import ALONE_NAME, PENDING_PAGES_MAX, Copies, note_alone
+from fpfs.daemon.catalog_copies import (
+    ALONE_NAME,
+    NO_ROOM,
+    PENDING_PAGES_MAX,
+    Copies,
+    note_alone,
+)
 from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
 from fpfs.daemon.reserve import RESERVE_NAME
 
@@ -66,7 +72,14 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
             if not copy.files.has_sums:
                 _add_sums(copy)
             _check_identity(copy, filesystem_id or sound[0].files.filesystem_id)
-        leader = _settle_and_choose(sound)
+        with ThreadPoolExecutor() as threads:
+            settled = list(threads.map(_settle, sound))
+        found = [*settled, *(copy for copy in found if not copy.is_sound)]
+        sound = [copy for copy in settled if copy.is_sound]
+        if not sound:
+            raise _refusal(found)
+        _check_none_is_newer(found)
+        leader = _choose(sound)
         troubles: dict[Path, str] = {}
         recovered: list[str] = []
         follower, mirror = None, None
@@ -127,7 +140,7 @@ def _refusal(found: Sequence[_Copy]) -> CatalogError:
             f"there is no catalog at {places}, which names what lies on the devices",
             remedy="put it back from a backup, without -wal, or empty the devices to begin anew",
         )
-    troubles = "; ".join(f"catalog {copy.path} is damaged: {copy.trouble}" for copy in found)
+    troubles = "; ".join(f"catalog {copy.path} cannot be used: {copy.trouble}" for copy in found)
     return CatalogError(
         troubles,
         remedy="put back catalog.db and catalog.sums of one device from a backup, without -wal, and"
@@ -185,26 +198,31 @@ def _add_sums(copy: _Copy) -> None:
     log.info("catalog %s of format %d now has page checksums", copy.path, copy.files.format)
 
 
-def _settle_and_choose(sound: Sequence[_Copy]) -> _Copy:
-    """Bring the log of every sound copy into its database; returns the newest of them."""
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(_settle, sound))
+def _choose(sound: Sequence[_Copy]) -> _Copy:
+    """The newest of the copies, none of which has a log any more."""
     first, *others = sound
     if not any(copy.files.count_differences(first.files) for copy in others):
         return first
     return max(sound, key=lambda copy: _sequence_of(copy.path))
 
 
-def _settle(copy: _Copy) -> None:
-    """Bring a copy's log into its database, with the reserve if the device is full."""
+def _settle(copy: _Copy) -> _Copy:
+    """Bring a copy's log into its database, with the reserve if the device is full.
+
+    One with which that cannot be done is of no use now: what is durable is in the other, too.
+    """
     try:
-        copy.files.settle()
+        try:
+            copy.files.settle()
+        except OSError as error:
+            reserve = copy.path.with_name(RESERVE_NAME)
+            if error.errno not in NO_ROOM or not reserve.exists():
+                raise
+            os.truncate(reserve, 0)
+            copy.files.settle()
     except OSError as error:
-        reserve = copy.path.with_name(RESERVE_NAME)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not reserve.exists():
-            raise
-        os.truncate(reserve, 0)
-        copy.files.settle()
+        return copy._replace(trouble=f"its log cannot be copied: {error.strerror or error}")
+    return copy
 
 
 def _sequence_of(path: Path) -> int:

@@ -76,7 +76,7 @@ def test_a_mount_without_one_copy_makes_it_anew(
 
 def test_a_mount_with_both_copies_damaged_is_refused() -> None:
     with mounted(devices=2) as mount:
-        mount.expect_log("fpfs.server: mount at .* is damaged: .* is damaged: ")
+        mount.expect_log("fpfs.server: mount at .* cannot be used: .* cannot be used: ")
         expected = make_names(mount.root)
         mount.unmount()
         kept = {device: (device / "catalog.db").read_bytes() for device in mount.devices}

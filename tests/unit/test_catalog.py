@@ -470,7 +470,7 @@ async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
         Catalog.open(path)
     assert "newer fpfs" in refused.value.remedy
     path.write_bytes(b"not a database at all" * 1000)
-    with pytest.raises(CatalogError, match="is damaged: page 1 of") as damaged:
+    with pytest.raises(CatalogError, match="cannot be used: page 1 of") as damaged:
         Catalog.open(path)
     assert "from a backup" in damaged.value.remedy
     path.unlink()

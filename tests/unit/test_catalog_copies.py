@@ -22,7 +22,7 @@ import trio
 import trio.testing
 
 from fpfs.core.engine import CatalogFiles
-from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing
+from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, EntryExists
 from fpfs.daemon.catalog import Catalog, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import store_xattr
 from fpfs.daemon.catalog_schema import FORMAT_VERSION
@@ -188,7 +188,7 @@ def test_both_damaged_are_refused_and_left_alone(
         Damage(device, FILES[0 if seed % 2 else 2], "flip", seed + ord(device)).apply(folder)
     before = _contents(folder)
     with pytest.raises(
-        CatalogError, match=r"a/catalog\.db is damaged: .*b/catalog\.db is damag"
+        CatalogError, match=r"a/catalog\.db cannot be used: .*b/catalog\.db cannot"
     ) as r:
         open_catalog(folder)
     assert "put back catalog.db and catalog.sums of one device from a backup" in r.value.remedy
@@ -252,6 +252,50 @@ async def test_copies_that_differ_are_noticed(states: list[State], tmp_path: Pat
     path.write_bytes(content)
     CatalogFiles(str(path)).make_sums(FILESYSTEM_ID)
     await _check_opens(folder, states[-1])
+
+
+def test_a_copy_that_is_made_anew_has_no_log_of_before(states: list[State], tmp_path: Path) -> None:
+    """It would be replayed into the new one, should the mount die before it begins its own."""
+    folder = tmp_path / "copy"
+    shutil.copytree(states[-2].folder, folder)
+    first, second = (CatalogFiles(str(path)) for path in paths_of(folder))
+    first.check()
+    first.settle()
+    second.copy_from(first)
+    again = CatalogFiles(str(paths_of(folder)[1]))
+    again.check()
+    again.settle()
+    assert again.count_differences(first) == 0
+    _check_equal(folder)
+
+
+@trio.testing.trio_test
+async def test_what_a_failed_operation_had_written_does_not_reach_the_other_copy(
+    tmp_path: Path,
+) -> None:
+    """Its pages outgrow SQLite's cache, so that they are in the log before it fails."""
+    folder = tmp_path / "catalog"
+    catalog = make_catalog(folder)
+    await make_names(catalog, range(10))
+    log = Path(f"{catalog.path}-wal")
+
+    def grow_and_fail(transaction: Transaction) -> None:
+        for number in range(400):
+            _store_large(transaction, number)
+        assert log.stat().st_size > 2**20
+        raise EntryExists("after much was written")
+
+    for number in range(12, 15):
+        with pytest.raises(EntryExists):
+            await catalog.write(grow_and_fail)
+        await make_names(catalog, range(number, number + 1))
+        await catalog.make_durable()
+    plane = await catalog.read(name_plane)
+    copy_state(folder, tmp_path / "without a")
+    (tmp_path / "without a" / "a" / "catalog.db").unlink()
+    await catalog.close()
+    for left in (folder, tmp_path / "without a"):
+        assert await _check_opens(left, State(left, plane, plane)) == plane
 
 
 @trio.testing.trio_test
@@ -422,29 +466,57 @@ async def test_numbers_are_not_used_twice_after_a_change_of_the_leader(tmp_path:
 
 
 @pytest.fixture
-def small_second_device(tmp_path: Path) -> Iterator[Path]:
-    """A catalog's folder whose second device is a filesystem of 16 MiB."""
+def small_device(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A catalog's folder; the device that the test names is a filesystem of 16 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small filesystem needs root")
     folder = tmp_path / "catalog"
-    small = folder / "b"
+    small = folder / request.param
     small.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", small], check=True)
     yield folder
     subprocess.run(["umount", "-l", small], check=True)
 
 
+def _fill(device: Path, *, leave_pages: int) -> Path:
+    """Take the space of a device; returns the file that has it."""
+    filler = device / "filler"
+    with filler.open("wb") as file:
+        free = os.statvfs(device).f_bavail
+        os.posix_fallocate(file.fileno(), 0, (free - leave_pages) * 4096)
+    return filler
+
+
 @pytest.mark.root
+@pytest.mark.parametrize("small_device", ["a"], indirect=True)
+@trio.testing.trio_test
+async def test_a_log_that_cannot_be_copied_gives_way_to_the_other_copy(
+    small_device: Path, states: list[State]
+) -> None:
+    folder, state = small_device, states[1]
+    for device in "ab":
+        shutil.copytree(state.folder / device, folder / device, dirs_exist_ok=True)
+    _fill(folder / "a", leave_pages=0)
+    catalog = open_catalog(folder)
+    assert "it cannot be made: " in catalog.copies()[0].trouble
+    assert await catalog.read(name_plane) == state.answered
+    await make_names(catalog, range(900, 903))
+    plane = await catalog.read(name_plane)
+    await catalog.close()
+    (folder / "a" / "filler").unlink()
+    await _check_opens(folder, State(folder, plane, plane))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("small_device", ["b"], indirect=True)
 @trio.testing.trio_test
 async def test_a_full_second_device_costs_its_copy_and_nothing_else(
-    small_second_device: Path, caplog: pytest.LogCaptureFixture
+    small_device: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its reserve is used first. With room again, the next mount makes the copy anew."""
-    folder = small_second_device
+    folder = small_device
     catalog = make_catalog(folder)
-    filler = folder / "b" / "filler"
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, (os.statvfs(filler).f_bavail - 8) * 4096)
+    filler = _fill(folder / "b", leave_pages=8)
     durable = 0
     while catalog.copies()[1].trouble == "":
         await catalog.write(partial(_store_large, number=durable))
