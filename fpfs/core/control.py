@@ -187,14 +187,25 @@ class CatalogCopyStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class CatalogStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The catalog's copies, of which `copies_in_service` hold everything.
-
-    `recovered` is what had to be done about them when the server began.
-    """
+    """The catalog's copies, of which `copies_in_service` hold everything."""
 
     copies_in_service: int
     copies: tuple[CatalogCopyStatus, ...]
-    recovered: tuple[str, ...] = ()
+
+
+class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """What the server found and did when it began.
+
+    `catalog` says, in words, which copies of the catalog were made anew. `inodes_deleted` had no
+    name any more. `objects_removed` were of no version; they are looked for in the background,
+    until which it is None.
+    """
+
+    catalog: tuple[str, ...] = ()
+    handles_taken_over: int = 0
+    files_taken_over: int = 0
+    inodes_deleted: int = 0
+    objects_removed: int | None = 0
 
 
 RESTART_S = 30
@@ -231,6 +242,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     commit: CommitStatus
     partials: tuple[PartialStatus, ...]
     catalog: CatalogStatus
+    recovery: RecoveryStatus
     channel: Mapping[str, int]
 
 

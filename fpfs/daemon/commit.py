@@ -148,15 +148,16 @@ class Commit:
         self._transactions = 0
         inodes.on_removable(self._delete)
 
-    async def recover(self, *, keep: frozenset[int] = frozenset()) -> None:
+    async def recover(self, *, keep: frozenset[int] = frozenset()) -> int:
         """Delete what had no name when the last mount ended, and find removals it left undone.
 
-        `keep` are inodes that the kernel still refers to.
+        `keep` are inodes that the kernel still refers to. Returns how many were deleted.
         """
         orphans = [ino for ino in await self._catalog.read(list_orphans) if ino not in keep]
         if orphans:
             log.info("deleting %d inodes that were open without a name", len(orphans))
         await self._reclaim.recover(orphans)
+        return len(orphans)
 
     async def run(self) -> None:
         """Run all tasks until cancelled."""

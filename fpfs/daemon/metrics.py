@@ -122,7 +122,6 @@ def catalog_status(catalog: Catalog) -> CatalogStatus:
     return CatalogStatus(
         copies_in_service=sum(not copy.trouble for copy in copies),
         copies=copies,
-        recovered=catalog.recovered,
     )
 
 

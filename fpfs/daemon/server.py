@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import pyfuse3
 import trio
 
@@ -32,6 +33,7 @@ import fpfs
 from fpfs.core.control import (
     Failure,
     Flushed,
+    RecoveryStatus,
     Renewing,
     Scrubbed,
     ScrubStep,
@@ -145,6 +147,7 @@ class Server:
             requests=self._requests,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
+        self._recovery = RecoveryStatus()
         self._connection_ended = trio.Event()
         self._ending_by_signal = False
         self._ending = trio.CancelScope()
@@ -195,7 +198,14 @@ class Server:
             requests=self._requests,
         )
         taken = await work.run(with_handles=self._inherited is not None)
-        await self._commit.recover(keep=taken.kept)
+        deleted = await self._commit.recover(keep=taken.kept)
+        self._recovery = RecoveryStatus(
+            catalog=self._catalog.recovered,
+            handles_taken_over=taken.handles,
+            files_taken_over=taken.changed,
+            inodes_deleted=deleted,
+            objects_removed=0 if self._catalog.ended_cleanly else None,
+        )
         if self._inherited is not None or taken.changed:
             _log.info(
                 "took over %d open handles and %d files with changes, of which %d were closed",
@@ -207,9 +217,10 @@ class Server:
     async def _collect_orphans(self) -> None:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
         with contextlib.suppress(OSError):  # it is in the log
-            await orphans.collect(
+            removed = await orphans.collect(
                 catalog=self._catalog, engine=self._engine, devices=self._devices.devices
             )
+            self._recovery = msgspec.structs.replace(self._recovery, objects_removed=removed)
             self._catalog.ended_cleanly = True
 
     def _die(self, error: Exception) -> NoReturn:
@@ -262,6 +273,7 @@ class Server:
             commit=metrics.commit_status(self._commit.statistics()),
             partials=metrics.partial_status(await self._catalog.read(list_partials)),
             catalog=metrics.catalog_status(self._catalog),
+            recovery=self._recovery,
             channel=metrics.channel_counters(statistics),
         )
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fpfs.core.control import RecoveryStatus
 from fpfs.testing.mounted import CommandFailed, Mount, mounted
 from tests.support.catalogs import Damage
-from tests.support.crash import crash
+from tests.support.crash import close_dead, crash
 
+HANG_S = 60.0
 REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from .*: "
 
 
@@ -65,13 +68,13 @@ def test_a_mount_without_one_copy_makes_it_anew(
         damage(mount.devices[number])
         mount.mount()
         assert names(mount.root) == expected
-        status = mount.status().catalog
-        assert status.copies_in_service == 2
-        (line,) = status.recovered
+        status = mount.status()
+        assert status.catalog.copies_in_service == 2
+        (line,) = status.recovery.catalog
         assert str(mount.devices[number]) in line
         mount.remount()
         assert names(mount.root) == expected
-        assert mount.status().catalog.recovered == ()
+        assert mount.status().recovery == RecoveryStatus()
 
 
 def test_a_mount_with_both_copies_damaged_is_refused() -> None:
@@ -88,3 +91,25 @@ def test_a_mount_with_both_copies_damaged_is_refused() -> None:
             (device / "catalog.db").write_bytes(content)
         mount.mount()
         assert names(mount.root) == expected
+
+
+def test_what_was_recovered_is_told() -> None:
+    """A file with staged bytes, one that was open without a name, objects of no version."""
+    with mounted(devices=2) as mount:
+        staged = os.open(mount.root / "staged", os.O_RDWR | os.O_CREAT)
+        os.write(staged, b"x" * 100)
+        unnamed = os.open(mount.root / "unnamed", os.O_RDWR | os.O_CREAT)
+        (mount.root / "unnamed").unlink()
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        mount.tear_down()
+        close_dead(staged)
+        close_dead(unnamed)
+        mount.mount()
+        deadline_s = time.monotonic() + HANG_S
+        while mount.status().recovery.objects_removed is None:
+            assert time.monotonic() < deadline_s, "objects are looked for without end"
+        found = mount.status().recovery
+        assert (found.files_taken_over, found.inodes_deleted) == (1, 1)
+        assert (found.handles_taken_over, found.catalog) == (0, ())
+        assert found.objects_removed, "some were kept ready"
+        assert (mount.root / "staged").read_bytes() == b"x" * 100
