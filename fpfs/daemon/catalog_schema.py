@@ -303,9 +303,7 @@ def migrate(connection: sqlite3.Connection) -> None:
             "there is a file or directory .fpfs, a name that this fpfs uses itself",
             remedy="mount it with the fpfs that wrote it, and rename that",
         )
-    owner = connection.execute(
-        "SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)
-    ).fetchone()
+    owner = connection.execute("SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)).fetchone()
     _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
     connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 1)", (SEQUENCE,))
     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
