@@ -91,7 +91,11 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
             for line in recovered:
                 log.warning("%s", line)
         connection = open_database(leader.path)
-        migrate(connection)
+        try:
+            migrate(connection)
+        except CatalogError:
+            connection.close()
+            raise
         return Copies(
             paths,
             leader.path,

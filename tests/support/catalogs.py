@@ -20,6 +20,7 @@ from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import store_xattr
 from fpfs.daemon.catalog_copies import ALONE_NAME
 from fpfs.daemon.catalog_names import NewInode
+from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, NUMBER_FIRST
 
 ROOT = 1
 FILESYSTEM_ID = "0123456789abcdef"
@@ -85,12 +86,32 @@ async def make_names(catalog: Catalog, numbers: range, *, prefix: bytes = b"n") 
 
 
 def name_plane(transaction: Transaction) -> dict[bytes, Entry]:
-    """Every name in the root, with what is behind it."""
+    """Every name that was made, with what is behind it."""
     rows = transaction.execute(
         "SELECT n.name, i.ino, i.mode, i.uid, i.gid, i.nlink, i.size, i.mtime_ns, x.value"
         " FROM names n JOIN inodes i ON i.ino = n.ino LEFT JOIN xattrs x ON x.ino = i.ino"
+        " WHERE n.cookie >= ?",
+        (NUMBER_FIRST,),
     ).fetchall()
     return {name: tuple(rest) for name, *rest in rows}
+
+
+def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
+    """Make a catalog that nobody has open what an earlier fpfs would have made; alone."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    for ino, *_rest in FIXED_DIRECTORIES:
+        connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
+        connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
+    connection.execute("DROP INDEX unfinished")
+    connection.execute("ALTER TABLE inodes DROP COLUMN unfinished")
+    connection.execute("DROP TABLE shares")
+    connection.execute("DROP TABLE partials")
+    connection.execute("DELETE FROM filesystem WHERE name = 'sequence'")
+    if version == 1:
+        connection.execute("DROP TABLE requests")
+    connection.execute(f"PRAGMA user_version = {version}")
+    path.with_name("catalog.sums").unlink()
+    return connection
 
 
 def tables(path: Path) -> dict[str, list[Entry]]:

@@ -35,6 +35,7 @@ from fpfs.daemon.catalog_names import NewInode
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
 from fpfs.daemon.reserve import RESERVE_BYTES
+from tests.support.catalogs import make_earlier
 from tests.support.rig import LARGE, rig
 
 ROOT = 1
@@ -482,20 +483,6 @@ async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
         Catalog.open(path)
 
 
-def as_format_2(path: Path) -> sqlite3.Connection:
-    """Make a catalog what an earlier fpfs would have made."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    for ino, *_rest in FIXED_DIRECTORIES:
-        connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
-        connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
-    connection.execute("DROP INDEX unfinished")
-    connection.execute("ALTER TABLE inodes DROP COLUMN unfinished")
-    connection.execute("DROP TABLE shares")
-    connection.execute("DROP TABLE partials")
-    connection.execute("PRAGMA user_version = 2")
-    return connection
-
-
 def shape(path: Path) -> list[tuple[str, str]]:
     """Tables and indices of a catalog, with all that they begin with."""
     connection = sqlite3.connect(path)
@@ -516,11 +503,7 @@ def shape(path: Path) -> list[tuple[str, str]]:
 async def test_an_earlier_format_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     path = formatted(tmp_path)
     today = shape(path)
-    connection = as_format_2(path)
-    if version == 1:
-        connection.execute("DROP TABLE requests")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
+    make_earlier(path, version=version).close()
     for _ in range(2):
         catalog = Catalog.open(path)
         assert (await catalog.read(lambda t: fetch_inode(t, 3))).uid == 1
@@ -533,11 +516,11 @@ def test_a_name_that_is_taken_keeps_a_catalog_from_being_brought_up_to_date(
     tmp_path: Path,
 ) -> None:
     path = formatted(tmp_path)
-    connection = as_format_2(path)
+    connection = make_earlier(path, version=2)
     connection.execute("INSERT INTO names VALUES (99, 1, x'2e66706673', 77, 8)")
     connection.close()
     before = shape(path)
-    with pytest.raises(CatalogError, match=r"a file or directory \.fpfs") as refused:
+    with pytest.raises(CatalogError, match=r"there is a file or directory \.fpfs") as refused:
         Catalog.open(path)
     assert "rename" in refused.value.remedy
     assert shape(path) == before

@@ -36,6 +36,7 @@ from tests.support.catalogs import (
     change,
     copy_state,
     make_catalog,
+    make_earlier,
     make_names,
     name_plane,
     open_catalog,
@@ -330,13 +331,9 @@ async def test_a_catalog_of_an_earlier_format_is_brought_to_this_one(
     plane = await catalog.read(name_plane)
     await catalog.close()
     first, second = paths_of(folder)
-    for path in (second, second.with_name("catalog.sums"), first.with_name("catalog.sums")):
+    for path in (second, second.with_name("catalog.sums")):
         path.unlink()
-    with closing(sqlite3.connect(first, isolation_level=None)) as connection:
-        connection.execute("DELETE FROM filesystem WHERE name = 'sequence'")
-        connection.execute(f"PRAGMA user_version = {version}")
-        if version == 1:
-            connection.execute("DROP TABLE requests")
+    make_earlier(first, version=version).close()
     await _check_opens(folder, State(folder, plane, plane))
     with closing(sqlite3.connect(second)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
