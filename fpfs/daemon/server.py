@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,7 +58,7 @@ from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 from fpfs.daemon import metrics, mounting, orphans, renewal
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
-from fpfs.daemon.catalog_aside import list_partials
+from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
 from fpfs.daemon.devices import DeviceSet, open_devices
@@ -271,11 +271,19 @@ class Server:
             devices=devices,
             staging=metrics.staging_status(statistics),
             commit=metrics.commit_status(self._commit.statistics()),
-            partials=metrics.partial_status(await self._catalog.read(list_partials)),
+            partials=metrics.partial_status(await self._partials()),
             catalog=metrics.catalog_status(self._catalog),
             recovery=self._recovery,
             channel=metrics.channel_counters(statistics),
         )
+
+    async def _partials(self) -> Sequence[Partial]:
+        """What killed writers left. A catalog that cannot be read does not keep the rest back."""
+        try:
+            return await self._catalog.read(list_partials)
+        except OSError as error:
+            _log.debug("what killed writers left cannot be told: %s", error)
+            return ()
 
     async def prepare_renewal(self) -> Renewing:
         """Return when the installed program has said that it can take over. OSError otherwise."""
