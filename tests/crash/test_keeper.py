@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,8 +114,11 @@ def test_a_file_without_name_goes_when_its_last_handle_does(mount: Mount) -> Non
         path.unlink()
         kill(mount)
         assert sum(device.bytes_used for device in mount.status().devices) >= 20_000_000
-    mount.flush()
-    assert sum(device.bytes_used for device in mount.status().devices) < 1_000_000
+    # The kernel tells of the last handle's end when it comes to it: a flush may be there before.
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while sum(device.bytes_used for device in mount.status().devices) > 1_000_000:
+        assert time.monotonic() < deadline_s, "the space does not come back"
+        mount.flush()
 
 
 def test_locks_live_on(mount: Mount) -> None:
@@ -195,7 +199,10 @@ def test_without_its_keeper_a_server_drains_and_ends_the_mount(mount: Mount) -> 
 
 
 def test_what_was_acknowledged_survives_keeper_and_server(mount: Mount) -> None:
-    mount.expect_log("took over 0 open handles and 2 files with changes, of which 2 were closed")
+    # One or both: the first may have been committed by then.
+    mount.expect_log(
+        "took over 0 open handles and [12] files with changes, of which [12] were closed"
+    )
     content = os.urandom(30_000_003)
     (mount.root / "closed").write_bytes(content)
     code = """if True:
