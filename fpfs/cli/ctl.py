@@ -177,6 +177,8 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
 def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     """Make everything on the mount at MOUNTPOINT durable, files that are open included.
 
+    A checkpoint (*.pt, see whole=) that is being written is durable when it is closed, not before.
+
     Parameters
     ----------
     timeout

@@ -51,7 +51,6 @@ class Aside(NamedTuple):
     the names (directory, name) that were removed. `replaced` are inodes that lost their last name.
     """
 
-    ino: int
     path: bytes
     name: bytes
     killed_by: int
@@ -96,7 +95,6 @@ def put_aside(
     if committed.unfinished:
         _remove_names(transaction, ino, names, now_ns)
     aside = Aside(
-        ino=made,
         path=path,
         name=_partial_name(name[1], made, now_ns),
         killed_by=version.killed_by,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+INODES_MAX = 10_000
+"""Inodes in one query; SQLite takes 32,766 values at most."""
+
 
 class Content(NamedTuple):
     """The committed content of a file: itself, when small, or the segments of its map."""
@@ -187,13 +190,15 @@ def delete_inodes(
 
 
 def list_names(transaction: Transaction, inos: Sequence[int]) -> dict[int, list[bytes]]:
-    """Return the names of inodes, in one pass over all names."""
-    marks = ", ".join("?" * len(inos))
+    """Return the names of inodes; looks at all names, for so many inodes at a time."""
     found: dict[int, list[bytes]] = {ino: [] for ino in inos}
-    for ino, name in transaction.execute(
-        f"SELECT ino, name FROM names WHERE ino IN ({marks})", tuple(inos)
-    ).fetchall():
-        found[ino].append(name)
+    for first in range(0, len(inos), INODES_MAX):
+        some = tuple(inos[first : first + INODES_MAX])
+        marks = ", ".join("?" * len(some))
+        for ino, name in transaction.execute(
+            f"SELECT ino, name FROM names WHERE ino IN ({marks})", some
+        ).fetchall():
+            found[ino].append(name)
     return found
 
 

@@ -44,7 +44,7 @@ from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make
 from fpfs.daemon.reclaim import Reclaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
@@ -279,15 +279,20 @@ class Commit:
     async def flush_all(self, *, written_to: bool = True) -> tuple[CommitFailure, ...]:
         """Commit everything, make it durable, give dead space back.
 
-        With `written_to` also what somebody is writing, as fsync does. Returns the files whose last
-        version could not be kept.
+        With `written_to` also what somebody is writing, as fsync does, but for names that show
+        whole contents only. Returns the files whose last version could not be kept.
         """
+        being_written = []
         for inode in self._inodes:
-            if inode.writers and not written_to:
-                continue
             is_changed = self._inodes.refresh(inode) or inode.unfinished
-            if is_changed and (inode.nlink or inode.handles):
-                self._enqueue(inode, last=inode.writers == 0)
+            if not is_changed or not (inode.nlink or inode.handles):
+                continue
+            if inode.writers:
+                being_written.append(inode)
+            else:
+                self._enqueue(inode, last=True)
+        if written_to:
+            await self._enqueue_written(being_written)
         await self.make_names_durable()
         await self._reclaim.wait_given_back()
         return tuple(self._failures.values())
@@ -513,18 +518,27 @@ class Commit:
         """
         while True:
             await trio.sleep(OPEN_COMMIT_S)
-            longer = {
-                inode.ino: inode
-                for inode in self._inodes
-                if inode.writers and inode.nlink and not inode.pending and self._is_longer(inode)
-            }
-            if not longer:
-                continue
-            named = await self._catalog.read_many(partial(list_names, inos=tuple(longer)))
-            for ino, names in named.items():
-                inode = longer[ino]
-                if inode.writers and not any(map(self._is_whole, names)):
-                    self._enqueue(inode, last=False)
+            await self._enqueue_written(
+                [
+                    inode
+                    for inode in self._inodes
+                    if inode.writers
+                    and inode.nlink
+                    and not inode.pending
+                    and self._is_longer(inode)
+                ]
+            )
+
+    async def _enqueue_written(self, inodes: Sequence[Inode]) -> None:
+        """Queue what somebody is writing, but for names that show whole contents only."""
+        if not inodes:
+            return
+        inos = [inode.ino for inode in inodes]
+        names = await self._catalog.read_many(partial(list_names, inos=inos))
+        for inode in inodes:
+            # One that was closed meanwhile has been queued by that.
+            if inode.writers and not any(map(self._is_whole, names[inode.ino])):
+                self._enqueue(inode, last=False)
 
     def _is_longer(self, inode: Inode) -> bool:
         return (

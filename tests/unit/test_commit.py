@@ -583,3 +583,25 @@ async def test_what_stays_open_and_becomes_longer_is_committed_in_time(
         count = mount.commit.statistics().committed
         await trio.sleep(100)
         assert mount.commit.statistics().committed == count
+
+
+@trio.testing.trio_test
+async def test_a_flush_leaves_a_checkpoint_that_is_being_written_to_its_close(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", b"good")
+        await mount.commit.flush_all()
+        handles = [
+            await mount.open(name, flags=os.O_WRONLY | os.O_TRUNC)
+            if name == "step.pt"
+            else await mount.create(name)
+            for name in ("step.pt", "train.log")
+        ]
+        for handle in handles:
+            mount.engine.write(handle, 0, b"half of it")
+        await mount.commit.flush_all()
+        assert await committed_size(mount, "step.pt") == 4
+        assert await committed_size(mount, "train.log") == 10
+        await mount.namespace.files.sync(handles[0])
+        assert await committed_size(mount, "step.pt") == 10
