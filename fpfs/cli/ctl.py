@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
+from fpfs.cli import policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
@@ -32,6 +33,7 @@ app = App(
     version=f"fpfs {fpfs.__version__}",
     suppress_keyboard_interrupt=False,
 )
+app.command(policy.app)
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -46,6 +46,13 @@ class Verb(enum.StrEnum):
     room for the next one."""
     SCRUB = "scrub"
     """Look at some of the inode `ino`, or of all (0), as `scrub` says. Reply: `Scrubbed`."""
+    POLICY = "policy"
+    """Change the policy of the directory `ino` as `policy` says. Reply: `PolicyShown`."""
+    VERSIONS = "versions"
+    """List the former contents of `name` in the directory `ino`. Reply: `VersionsShown`."""
+    RESTORE = "restore"
+    """Make the former content `number` of `name` in the directory `ino` the present one, durably.
+    Reply: `VersionsShown`."""
     END = "end"
     """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
 
@@ -73,12 +80,22 @@ class ScrubStep(msgspec.Struct, kw_only=True, frozen=True):
     bytes_max: int = 0
 
 
+class PolicyChange(msgspec.Struct, kw_only=True, frozen=True):
+    """What to set for a directory, and which settings of its own it is to lose."""
+
+    values: Mapping[str, str] = {}
+    unset: tuple[str, ...] = ()
+
+
 class Request(msgspec.Struct, kw_only=True, frozen=True):
     """One line to the server."""
 
     verb: Verb
     ino: int = 0
     scrub: ScrubStep = ScrubStep()
+    policy: PolicyChange = PolicyChange()
+    name: bytes = b""
+    number: int = 0
     version: int = PROTOCOL_VERSION
 
 
@@ -108,6 +125,43 @@ class Renewing(msgspec.Struct, kw_only=True, frozen=True):
     """The server makes room for a program of this version."""
 
     version: str
+
+
+class PolicySetting(msgspec.Struct, kw_only=True, frozen=True):
+    """What holds in a directory. `set_at` is the directory that it was set for.
+
+    It is a path from the mountpoint, and empty for a default.
+    """
+
+    key: str
+    value: str
+    is_default: bool
+    set_at: str
+
+
+class PolicyShown(msgspec.Struct, kw_only=True, frozen=True):
+    """All settings that hold in a directory."""
+
+    settings: tuple[PolicySetting, ...]
+
+
+class FormerVersion(msgspec.Struct, kw_only=True, frozen=True):
+    """A former content of a name; `path` is where it can be read, from the mountpoint.
+
+    `time_unix_s` is when it was last written, `replaced_unix_s` when another took its place.
+    """
+
+    number: int
+    size: int
+    time_unix_s: float
+    replaced_unix_s: float
+    path: str
+
+
+class VersionsShown(msgspec.Struct, kw_only=True, frozen=True):
+    """The former contents of a name that are kept, the oldest first."""
+
+    versions: tuple[FormerVersion, ...]
 
 
 class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):
@@ -385,9 +439,16 @@ class ControlClient:
         self.send(verb, ino=ino, scrub=scrub)
         return self.receive(kind, timeout_s=timeout_s)
 
+    def ask_with(self, request: Request, kind: type[Result]) -> Result:
+        """Send a request that has more to say and wait for its result. Raises as `ask` does."""
+        self._send(request)
+        return self.receive(kind)
+
     def send(self, verb: Verb, *, ino: int = 0, scrub: ScrubStep | None = None) -> None:
         """Send a request without waiting; `receive` gets its result, or learns that it failed."""
-        request = Request(verb=verb, ino=ino, scrub=scrub or ScrubStep())
+        self._send(Request(verb=verb, ino=ino, scrub=scrub or ScrubStep()))
+
+    def _send(self, request: Request) -> None:
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(msgspec.json.encode(request) + b"\n")
 

@@ -30,12 +30,13 @@ class InodeRow(NamedTuple):
     parent: int
     layout: bytes | None
     unfinished: int
+    kept: int
     has_xattrs: bool
 
 
 INODE_COLUMNS = (
     "i.ino, i.mode, i.uid, i.gid, i.nlink, i.size, i.allocated_bytes, i.atime_ns, i.mtime_ns, "
-    "i.ctime_ns, i.rdev, i.parent, i.layout, i.unfinished, "
+    "i.ctime_ns, i.rdev, i.parent, i.layout, i.unfinished, i.kept, "
     "EXISTS (SELECT 1 FROM xattrs x WHERE x.ino = i.ino)"
 )
 

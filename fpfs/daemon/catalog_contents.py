@@ -183,7 +183,7 @@ def delete_inodes(
         places = [Range(*identity, 0, 0) for identity in sorted(objects)]
         if sharing:
             places = shares.give_up_all(transaction, ino, objects)
-        for table in ("objects", "segments", "inline", "xattrs", "partials", "inodes"):
+        for table in ("objects", "segments", "inline", "xattrs", "partials", "policies", "inodes"):
             transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
         removal = max(removal, record_removals(transaction, places))
     return removal

@@ -160,7 +160,7 @@ def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> i
     touch_directory(transaction, parent, new.now_ns, nlink_change=int(is_directory))
     ino = transaction.take_number()
     transaction.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
         (
             ino,
             new.mode,

@@ -30,14 +30,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 3
-"""1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared."""
+FORMAT_VERSION = 4
+"""1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared.
+3: no policies of directories, nothing kept, withheld or in groups."""
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
 """The directory `.fpfs` in the root: not listed there, and nobody's to change."""
 PARTIAL_INO = 3
 """The directory `.fpfs/partial`: contents whose writer was killed."""
+VERSIONS_INO = 4
+"""The directory `.fpfs/versions`: former contents, see `catalog_versions`."""
+UNCOMMITTED_INO = 5
+"""The directory `.fpfs/uncommitted`: groups that were never committed."""
 SEQUENCE = "sequence"
 """Name of the value that counts transactions."""
 LOG_BYTES_KEPT = 4 * 1024 * 1024
@@ -51,6 +56,8 @@ FIXED_DIRECTORIES = (
     # Inode, permissions, parent, name and its cookie.
     (FPFS_INO, 0o755, ROOT_INO, b".fpfs", 8),
     (PARTIAL_INO, 0o1777, FPFS_INO, b"partial", 9),
+    (VERSIONS_INO, 0o755, FPFS_INO, b"versions", 10),
+    (UNCOMMITTED_INO, 0o1777, FPFS_INO, b"uncommitted", 11),
 )
 
 TABLES = (
@@ -60,13 +67,13 @@ TABLES = (
         number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL) STRICT""",
     # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
     # chunks of a regular file go, in MessagePack. `unfinished` is 1 from when a file is made under
-    # a name that shows whole contents only until it is closed.
+    # a name that shows whole contents only until it is closed; `kept` of a former content.
     """CREATE TABLE inodes (
         ino INTEGER PRIMARY KEY, mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
         nlink INTEGER NOT NULL, size INTEGER NOT NULL, allocated_bytes INTEGER NOT NULL,
         atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
         rdev INTEGER NOT NULL, parent INTEGER NOT NULL, target BLOB, layout BLOB,
-        unfinished INTEGER NOT NULL DEFAULT 0) STRICT""",
+        unfinished INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0) STRICT""",
     "CREATE INDEX orphans ON inodes (ino) WHERE nlink = 0",
     "CREATE INDEX unfinished ON inodes (ino) WHERE unfinished = 1",
     # The second index carries the cookie (a rowid) behind the parent: the order of readdir.
@@ -101,6 +108,21 @@ TABLES = (
     """CREATE TABLE partials (
         ino INTEGER PRIMARY KEY, origin INTEGER NOT NULL, path BLOB NOT NULL,
         killed_by INTEGER NOT NULL, time_ns INTEGER NOT NULL, noted INTEGER NOT NULL) STRICT""",
+    # What was set for a directory and all below it (see `catalog_policies`).
+    """CREATE TABLE policies (
+        ino INTEGER NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL,
+        PRIMARY KEY (ino, key)) STRICT, WITHOUT ROWID""",
+    # Former contents of names (see `catalog_versions`).
+    """CREATE TABLE former (
+        ino INTEGER PRIMARY KEY, parent INTEGER NOT NULL, name BLOB NOT NULL,
+        number INTEGER NOT NULL, time_ns INTEGER NOT NULL) STRICT""",
+    "CREATE UNIQUE INDEX former_by_name ON former (parent, name, number)",
+    # Names that were removed while versions that were closed before are not current yet (see
+    # `catalog_withheld`). `mark` is the last of those.
+    """CREATE TABLE withheld (
+        cookie INTEGER PRIMARY KEY, parent INTEGER NOT NULL, name BLOB NOT NULL,
+        ino INTEGER NOT NULL, type INTEGER NOT NULL, mark INTEGER NOT NULL) STRICT""",
+    "CREATE INDEX withheld_by_mark ON withheld (mark)",
     # What requests of this connection came to, for a server that takes over (see `requests`).
     """CREATE TABLE requests (
         slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL) STRICT""",
@@ -204,7 +226,10 @@ def _fill(
 
 def _fill_fixed_directories(connection: sqlite3.Connection, root: RootOwner) -> None:
     """Insert the directories that every filesystem has. The root does not count `.fpfs`."""
+    there = {ino for (ino,) in connection.execute("SELECT ino FROM inodes WHERE ino < 16")}
     for ino, permissions, parent, name, cookie in FIXED_DIRECTORIES:
+        if ino in there:
+            continue
         _fill_directory(connection, ino, permissions, parent, root)
         if parent != ROOT_INO:
             connection.execute("UPDATE inodes SET nlink = nlink + 1 WHERE ino = ?", (parent,))
@@ -219,7 +244,7 @@ def _fill_directory(
 ) -> None:
     now = time.time_ns()
     connection.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL, 0)",
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL, 0, 0)",
         (ino, stat.S_IFDIR | permissions, root.uid, root.gid, now, now, now, parent),
     )
 
@@ -288,15 +313,17 @@ def migrate(connection: sqlite3.Connection) -> None:
         return
     connection.execute("BEGIN IMMEDIATE")
     columns = connection.execute("SELECT name FROM pragma_table_info('inodes')").fetchall()
-    if ("unfinished",) not in columns:
-        connection.execute("ALTER TABLE inodes ADD COLUMN unfinished INTEGER NOT NULL DEFAULT 0")
+    for column in ("unfinished", "kept"):
+        if (column,) not in columns:
+            connection.execute(f"ALTER TABLE inodes ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
     there = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema").fetchall()}
     for statement in TABLES:
-        kind, name = statement.split(maxsplit=3)[1:3]
-        if name not in there and kind in ("TABLE", "INDEX"):
+        name = statement.replace("UNIQUE ", "", 1).split(maxsplit=3)[2]
+        if name not in there:
             connection.execute(statement)
     if connection.execute(
-        "SELECT 1 FROM names WHERE parent = ? AND name = ?", (ROOT_INO, b".fpfs")
+        "SELECT 1 FROM names WHERE parent = ? AND name = ? AND ino <> ?",
+        (ROOT_INO, b".fpfs", FPFS_INO),
     ).fetchone():
         connection.execute("ROLLBACK")
         raise CatalogError(
@@ -305,7 +332,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         )
     owner = connection.execute("SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)).fetchone()
     _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
-    connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 1)", (SEQUENCE,))
+    connection.execute("INSERT OR IGNORE INTO filesystem VALUES (?, 1)", (SEQUENCE,))
     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
     connection.execute("COMMIT")
 

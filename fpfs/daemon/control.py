@@ -23,6 +23,8 @@ from fpfs.core.control import (
     LINE_BYTES_MAX,
     PROTOCOL_VERSION,
     Flushed,
+    PolicyChange,
+    PolicyShown,
     Renewing,
     Reply,
     Request,
@@ -30,6 +32,7 @@ from fpfs.core.control import (
     ScrubStep,
     Status,
     Verb,
+    VersionsShown,
     peer,
 )
 
@@ -37,11 +40,14 @@ _log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 64 * 1024
 assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
 
-OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART)
+OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE)
 """What others may not ask for: it names files that they may not see, or changes the mount."""
 
+NOT_AFTER_THE_END = (Verb.STATUS, Verb.SCRUB, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE)
+"""What a mount that has ended cannot answer; for the rest all that is asked for has come true."""
 
-Answer: TypeAlias = Status | Flushed | Scrubbed | Renewing
+
+Answer: TypeAlias = Status | Flushed | Scrubbed | Renewing | PolicyShown | VersionsShown
 
 
 class Controlled(Protocol):
@@ -64,6 +70,15 @@ class Controlled(Protocol):
 
     async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
         """Look at some of the contents of an inode, or of all (0)."""
+
+    async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
+        """Set and unset for a directory; return what holds there then."""
+
+    async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
+        """Return what is kept of the former contents of a name."""
+
+    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
+        """Make a former content of a name the present one. OSError when there is none."""
 
 
 class ControlServer:
@@ -169,7 +184,7 @@ class ControlServer:
             await self._send(stream, _reply(result))
             if isinstance(result, Renewing):
                 self._controlled.renew()
-        elif request.verb in (Verb.STATUS, Verb.SCRUB):
+        elif request.verb in NOT_AFTER_THE_END:
             await self._send(stream, Reply(error="the mount has ended"))
         else:
             await self._answer_end(stream, request)
@@ -201,6 +216,12 @@ class ControlServer:
                 return await self._controlled.prepare_renewal()
             case Verb.SCRUB:
                 return await self._controlled.scrub(request.scrub, ino=request.ino)
+            case Verb.POLICY:
+                return await self._controlled.change_policy(request.ino, request.policy)
+            case Verb.VERSIONS:
+                return await self._controlled.list_versions(request.ino, request.name)
+            case Verb.RESTORE:
+                return await self._controlled.restore(request.ino, request.name, request.number)
             case _:
                 return await self._controlled.flush()
 

@@ -379,6 +379,7 @@ def _row_of(ino: int, parent: int, new: NewInode) -> InodeRow:
         parent=parent if is_directory else 0,
         layout=new.layout,
         unfinished=new.unfinished,
+        kept=0,
         has_xattrs=False,
     )
 

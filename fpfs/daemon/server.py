@@ -33,11 +33,14 @@ import fpfs
 from fpfs.core.control import (
     Failure,
     Flushed,
+    PolicyChange,
+    PolicyShown,
     RecoveryStatus,
     Renewing,
     Scrubbed,
     ScrubStep,
     Status,
+    VersionsShown,
     socket_path,
 )
 from fpfs.core.engine import (
@@ -68,6 +71,7 @@ from fpfs.daemon.launch import ServerConfig
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.places import CPU_LATENCY, arena_path
+from fpfs.daemon.policies import Policies
 from fpfs.daemon.requests import Requests
 from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.takeover import TakeOver
@@ -123,6 +127,7 @@ class Server:
         self._catalog = catalog
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
+        self._policies = Policies(catalog)
         self._inodes = inodes
         self._directories = inodes.directories
         self._commit = Commit(
@@ -189,6 +194,7 @@ class Server:
 
     async def _take_over(self) -> None:
         """Take over what a server that died left, if one did."""
+        await self._policies.load()
         work = TakeOver(
             catalog=self._catalog,
             engine=self._engine,
@@ -314,6 +320,10 @@ class Server:
     async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
         """Compare some committed contents with their checksums, for the control protocol."""
         return await self._scrub.step(step, ino=ino)
+
+    async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
+        """Set and unset for a directory, for the control protocol."""
+        return await self._policies.change(ino, change)
 
     async def _flush_at_end(self) -> Flushed:
         """Flush; when the catalog itself is what failed, that is one of the failures.

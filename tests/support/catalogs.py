@@ -20,7 +20,12 @@ from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import store_xattr
 from fpfs.daemon.catalog_copies import ALONE_NAME
 from fpfs.daemon.catalog_names import NewInode
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, NUMBER_FIRST
+from fpfs.daemon.catalog_schema import (
+    FIXED_DIRECTORIES,
+    FPFS_INO,
+    NUMBER_FIRST,
+    PARTIAL_INO,
+)
 
 ROOT = 1
 FILESYSTEM_ID = "0123456789abcdef"
@@ -100,8 +105,17 @@ def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     """Make a catalog that nobody has open what an earlier fpfs would have made; alone."""
     connection = sqlite3.connect(path, isolation_level=None)
     for ino, *_rest in FIXED_DIRECTORIES:
-        connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
-        connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
+        if version < 3 or ino > PARTIAL_INO:
+            connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
+            connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
+    connection.execute("ALTER TABLE inodes DROP COLUMN kept")
+    for table in ("policies", "former", "withheld"):
+        connection.execute(f"DROP TABLE {table}")
+    connection.execute(f"PRAGMA user_version = {version}")
+    if version == 3:
+        connection.execute("UPDATE inodes SET nlink = nlink - 2 WHERE ino = ?", (FPFS_INO,))
+        path.with_name("catalog.sums").unlink()
+        return connection
     connection.execute("DROP INDEX unfinished")
     connection.execute("ALTER TABLE inodes DROP COLUMN unfinished")
     connection.execute("DROP TABLE shares")
@@ -109,7 +123,6 @@ def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     connection.execute("DELETE FROM filesystem WHERE name = 'sequence'")
     if version == 1:
         connection.execute("DROP TABLE requests")
-    connection.execute(f"PRAGMA user_version = {version}")
     path.with_name("catalog.sums").unlink()
     return connection
 
