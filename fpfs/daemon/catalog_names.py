@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import stat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from fpfs.core.errors import (
     DirectoryNotEmpty,
@@ -31,6 +31,8 @@ from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fpfs.daemon.catalog_worker import Transaction
 
 DIRECTORY_TYPE = stat.S_IFDIR >> 12
@@ -89,24 +91,30 @@ class Entry(NamedTuple):
     row: InodeRow
 
 
-class _Name(NamedTuple):
+class Name(NamedTuple):
+    """A directory's entry: the inode it leads to, and its type as in readdir."""
+
     cookie: int
     ino: int
     type: int
 
     @property
     def is_directory(self) -> bool:
+        """Whether it leads to a directory."""
         return self.type == DIRECTORY_TYPE
 
 
-def _find(transaction: Transaction, parent: int, name: bytes) -> _Name | None:
+OnRemoved: TypeAlias = "Callable[[Transaction, Name], None]"
+
+
+def _find(transaction: Transaction, parent: int, name: bytes) -> Name | None:
     row = transaction.execute(
         "SELECT cookie, ino, type FROM names WHERE parent = ? AND name = ?", (parent, name)
     ).fetchone()
-    return None if row is None else _Name._make(row)
+    return None if row is None else Name._make(row)
 
 
-def _find_existing(transaction: Transaction, parent: int, name: bytes) -> _Name:
+def _find_existing(transaction: Transaction, parent: int, name: bytes) -> Name:
     found = _find(transaction, parent, name)
     if found is None:
         raise NoSuchEntry(f"{name!r} does not exist in directory {parent}")
@@ -211,13 +219,25 @@ def link(transaction: Transaction, ino: int, parent: int, name: bytes, *, now_ns
     )
 
 
-def unlink(transaction: Transaction, parent: int, name: bytes, *, now_ns: int) -> Removed:
-    """Remove a name of anything but a directory. The inode stays, with nlink 0 after the last."""
+def unlink(
+    transaction: Transaction,
+    parent: int,
+    name: bytes,
+    *,
+    now_ns: int,
+    on_removed: OnRemoved | None = None,
+) -> Removed:
+    """Remove a name of anything but a directory. The inode stays, with nlink 0 after the last.
+
+    `on_removed` is told of the entry, in the same transaction.
+    """
     found = _find_existing(transaction, parent, name)
     if found.is_directory:
         raise IsADirectory(f"{name!r} in directory {parent} is a directory")
     transaction.execute("DELETE FROM names WHERE cookie = ?", (found.cookie,))
     touch_directory(transaction, parent, now_ns)
+    if on_removed is not None:
+        on_removed(transaction, found)
     return _drop_link(transaction, found.ino, now_ns)
 
 
@@ -229,14 +249,23 @@ def _drop_link(transaction: Transaction, ino: int, now_ns: int) -> Removed:
     return Removed(ino, nlink)
 
 
-def remove_directory(transaction: Transaction, parent: int, name: bytes, *, now_ns: int) -> Removed:
-    """Remove an empty directory. Its inode stays, with nlink 0."""
+def remove_directory(
+    transaction: Transaction,
+    parent: int,
+    name: bytes,
+    *,
+    now_ns: int,
+    on_removed: OnRemoved | None = None,
+) -> Removed:
+    """Remove an empty directory. Its inode stays, with nlink 0. `on_removed` as for `unlink`."""
     found = _find_existing(transaction, parent, name)
     if not found.is_directory:
         raise NotADirectory(f"{name!r} in directory {parent} is not a directory")
     _refuse_entries(transaction, found.ino)
     transaction.execute("DELETE FROM names WHERE cookie = ?", (found.cookie,))
     touch_directory(transaction, parent, now_ns, nlink_change=-1)
+    if on_removed is not None:
+        on_removed(transaction, found)
     return _drop_directory(transaction, found.ino, now_ns)
 
 
@@ -287,7 +316,7 @@ def rename(
 
 
 def _replace(
-    transaction: Transaction, moving: _Name, existing: _Name, directory: int, now_ns: int
+    transaction: Transaction, moving: Name, existing: Name, directory: int, now_ns: int
 ) -> Removed:
     """Take the name that a rename replaces out of its directory."""
     if existing.is_directory and not moving.is_directory:
@@ -306,9 +335,9 @@ def _replace(
 def _exchange(
     transaction: Transaction,
     source: tuple[int, bytes],
-    moving: _Name,
+    moving: Name,
     destination: tuple[int, bytes],
-    existing: _Name,
+    existing: Name,
     now_ns: int,
 ) -> Renamed:
     """Let two names change places."""
@@ -331,7 +360,7 @@ def _exchange(
 
 def _place(
     transaction: Transaction,
-    moving: _Name,
+    moving: Name,
     directory: int,
     destination: tuple[int, bytes],
     now_ns: int,
@@ -357,7 +386,7 @@ def _change_nlink(transaction: Transaction, ino: int, change: int) -> None:
 
 
 def _refuse_own_subtree(
-    transaction: Transaction, moving: _Name, source: int, destination: int
+    transaction: Transaction, moving: Name, source: int, destination: int
 ) -> None:
     """Raise `InvalidOperation` when a directory would become its own ancestor."""
     if not moving.is_directory or source == destination:

@@ -29,6 +29,7 @@ that flushes the catalog, and one that commits what stays open.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 from collections import deque
 from functools import partial
@@ -42,6 +43,7 @@ from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make_current
 from fpfs.daemon.reclaim import Reclaim
+from fpfs.daemon.withheld import Withheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,13 +95,15 @@ class _Entry:
         "error",
         "inode",
         "last",
+        "number",
         "previous",
         "snapshot",
         "started",
     )
 
-    def __init__(self, inode: Inode, *, last: bool, previous: _Entry | None) -> None:
+    def __init__(self, inode: Inode, number: int, *, last: bool, previous: _Entry | None) -> None:
         self.inode = inode
+        self.number = number
         self.last = last
         self.previous = previous
         """The entry of the same inode that is ahead in the queue, if any."""
@@ -131,6 +135,8 @@ class Commit:
         self._inodes = inodes
         self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
         self._aside = Asides(engine=engine, inodes=inodes)
+        self._withheld = Withheld(catalog=catalog, inodes=inodes)
+        self._numbers = itertools.count(1)
         self._flush_delay_s = durable_within_s / 2
         self._queue: deque[_Entry] = deque()
         self._gathered: list[_Entry] = []
@@ -148,11 +154,18 @@ class Commit:
         self._transactions = 0
         inodes.on_removable(self._delete)
 
-    async def recover(self, *, keep: frozenset[int] = frozenset()) -> int:
+    async def recover(self, *, keep: frozenset[int] = frozenset(), took_over: bool = False) -> int:
         """Delete what had no name when the last mount ended, and find removals it left undone.
 
-        `keep` are inodes that the kernel still refers to. Returns how many were deleted.
+        `keep` are inodes that the kernel still refers to. `took_over`: everything that was
+        acknowledged is here; otherwise power was lost, or nothing was. Returns how many were
+        deleted.
         """
+        if took_over:
+            mark = self._queue[-1].number if self._queue else 0
+            keep |= await self._withheld.take_over(mark=mark)
+        else:
+            await self._withheld.put_back()
         orphans = [ino for ino in await self._catalog.read(list_orphans) if ino not in keep]
         if orphans:
             log.info("deleting %d inodes that were open without a name", len(orphans))
@@ -245,9 +258,33 @@ class Commit:
         """
         if inode.pending:
             await self._wait_done(self._last_entries[inode.ino])
+        if inode.withheld:
+            await self.wait_queued()
         if not inode.users:
             self._delete(inode)
         await self._reclaim.wait_given_back()
+
+    def removal_mark(self, inode: Inode, *, committed_bytes: int) -> int:
+        """Return the number of the version that a removal of an inode's name has to wait for.
+
+        0: what was closed before is current, or the inode was not there before it.
+        """
+        last = self._queue[-1] if self._queue else None
+        if last is None:
+            return 0
+        if not committed_bytes and inode.is_regular:
+            # It never was without what was closed before its own content.
+            mine = [index for index, entry in enumerate(self._queue) if entry.inode is inode]
+            first = mine[0] if mine else len(self._queue)
+            if all(entry.inode is inode for entry in itertools.islice(self._queue, first, None)):
+                return 0
+        elif all(entry.inode is inode for entry in self._queue):
+            return 0
+        return last.number
+
+    async def name_removed(self, inode: Inode, *, mark: int) -> None:
+        """Keep an inode whose name was removed until version `mark` is current or given up."""
+        await self._withheld.hold(inode, mark=mark)
 
     def _delete(self, inode: Inode) -> None:
         """Delete an inode that nothing refers to; what it could not keep matters no more."""
@@ -336,7 +373,8 @@ class Commit:
             # Nothing was queued in between, so committing both at once keeps the order.
             tail.last = last
             return tail
-        entry = _Entry(inode, last=last, previous=self._last_entries.get(inode.ino))
+        number = next(self._numbers)
+        entry = _Entry(inode, number, last=last, previous=self._last_entries.get(inode.ino))
         self._last_entries[inode.ino] = entry
         inode.users += 1
         inode.pending += 1
@@ -382,7 +420,8 @@ class Commit:
             self._wake_waiting()
             # An inode without name and handle is about to be deleted: its bytes go nowhere. One
             # that is clean was drained for an entry ahead of this one.
-            is_kept = inode.nlink or inode.handles
+            is_withheld = inode.withheld and not inode.killed_by
+            is_kept = inode.nlink or inode.handles or is_withheld
             if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
                 try:
                     entry.snapshot = await self._engine.drain(
@@ -407,6 +446,7 @@ class Commit:
                 await self._progress.wait()
                 continue
             await self._commit_batch([entry for entry in batch if entry.snapshot is not None])
+            await self._withheld.pass_by(batch[-1].number)
             for entry in batch:
                 self._queue.popleft()
                 self._finish(entry)

@@ -67,6 +67,7 @@ class Inode:
         "handles",
         "has_xattrs",
         "ino",
+        "kept",
         "killed_by",
         "layout",
         "lookups",
@@ -81,6 +82,7 @@ class Inode:
         "uid",
         "unfinished",
         "users",
+        "withheld",
         "writers",
     )
 
@@ -100,8 +102,12 @@ class Inode:
         self.parent = row.parent
         self.layout = row.layout
         self.has_xattrs = bool(row.has_xattrs)
+        self.kept = bool(row.kept)
+        """Whether it is a former content, which does not change any more."""
         self.unfinished = bool(row.unfinished)
         """Whether it was made under a name that shows whole contents only, and never closed."""
+        self.withheld = 0
+        """Names that were removed and would come back after power loss."""
         self.lookups = 0
         self.handles = 0
         self.writers = 0

@@ -21,13 +21,13 @@ from fpfs.core.engine import INLINE_BYTES_MAX
 from fpfs.core.errors import EntryExists, NameTooLong, NoSuchEntry
 from fpfs.core.limits import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from fpfs.core.policy import rotate_layouts
-from fpfs.daemon import catalog_names
+from fpfs.daemon import catalog_names, catalog_withheld
 from fpfs.daemon.catalog_attributes import InodeRow
 from fpfs.daemon.catalog_names import NewInode, Removed, Renamed, RenameMode
 from fpfs.daemon.inodes import encode_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
@@ -213,19 +213,9 @@ class Entries:
         _check_name(name)
         if self._requests.outcome(request) is not None:
             return
-        directory = await self._inodes.get(parent)
-        now_ns = time.time_ns()
-
-        def unlinked(removed: Removed) -> Removed:
-            self._inodes.names_changed(directory, now_ns)
-            self._inodes.directories.removed(parent, name)
-            self._lost_name(removed, now_ns)
-            return removed
-
-        unlink = self._requests.recording(
-            request, lambda t: catalog_names.unlink(t, parent, name, now_ns=now_ns)
+        await self._remove(
+            parent, name, catalog_names.unlink, directory_nlink_change=0, request=request
         )
-        await self._let_go(await self._catalog.write_urgently(unlink, apply=unlinked))
 
     async def remove_directory(self, parent: int, name: bytes, *, request: int = 0) -> None:
         """Remove an empty directory.
@@ -235,19 +225,61 @@ class Entries:
         _check_name(name)
         if self._requests.outcome(request) is not None:
             return
+        await self._remove(
+            parent, name, catalog_names.remove_directory, directory_nlink_change=-1, request=request
+        )
+
+    async def _remove(
+        self,
+        parent: int,
+        name: bytes,
+        remove: Callable[..., Removed],
+        *,
+        directory_nlink_change: int,
+        request: int,
+    ) -> None:
+        """Remove a name by a function of `catalog_names`; the inode goes when nothing uses it."""
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
 
-        def unlinked(removed: Removed) -> Removed:
-            self._inodes.names_changed(directory, now_ns, nlink_change=-1)
+        def removed_name(removed: Removed) -> Removed:
+            self._inodes.names_changed(directory, now_ns, nlink_change=directory_nlink_change)
             self._inodes.directories.removed(parent, name)
             self._lost_name(removed, now_ns)
             return removed
 
-        remove = self._requests.recording(
-            request, lambda t: catalog_names.remove_directory(t, parent, name, now_ns=now_ns)
+        inode, mark = await self._removal_mark(parent, name)
+        withholding = (
+            (lambda t, entry: catalog_withheld.withhold(t, parent, name, entry, mark=mark))
+            if mark
+            else None
         )
-        await self._let_go(await self._catalog.write_urgently(remove, apply=unlinked))
+        recording = self._requests.recording(
+            request, lambda t: remove(t, parent, name, now_ns=now_ns, on_removed=withholding)
+        )
+        try:
+            removed = await self._catalog.write_urgently(recording, apply=removed_name)
+            if inode is not None and inode.ino == removed.ino:
+                await self._commit.name_removed(inode, mark=mark)
+        finally:
+            if inode is not None:
+                self._inodes.release(inode)
+        await self._let_go(removed)
+
+    async def _removal_mark(self, parent: int, name: bytes) -> tuple[Inode | None, int]:
+        """The version that the removal of a name has to wait for, if any, and the inode, in use."""
+        if self._commit.idle:
+            return None, 0
+        row = await self._catalog.read(lambda t: catalog_names.look_up(t, parent, name))
+        if row is None:
+            return None, 0
+        inode = self._inodes.adopt(row)
+        mark = self._commit.removal_mark(inode, committed_bytes=row.size)
+        if not mark:
+            self._inodes.settle(inode)
+            return None, 0
+        inode.users += 1
+        return inode, mark
 
     async def rename(
         self,

@@ -111,8 +111,13 @@ class Server:
         engine: Engine,
         link: KeeperLink,
         inherited: Inherited | None,
+        took_over: bool,
     ) -> None:
-        """Join the parts. The server takes over the catalog and the engine and closes them."""
+        """Join the parts. The server takes over the catalog and the engine and closes them.
+
+        `took_over`: there was an arena, with everything that an earlier server had acknowledged.
+        """
+        self._took_over = took_over
         options = config.options
         self._link = link
         self._inherited = inherited
@@ -204,7 +209,7 @@ class Server:
             requests=self._requests,
         )
         taken = await work.run(with_handles=self._inherited is not None)
-        deleted = await self._commit.recover(keep=taken.kept)
+        deleted = await self._commit.recover(keep=taken.kept, took_over=self._took_over)
         self._recovery = RecoveryStatus(
             catalog=self._catalog.recovered,
             handles_taken_over=taken.handles,
@@ -595,7 +600,8 @@ async def serve(
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
             check_identity(catalog, devices)
-            engine = NativeEngine(engine_config(config, devices, object_base=catalog.object_base))
+            how = engine_config(config, devices, object_base=catalog.object_base)
+            engine = NativeEngine(how)
         except OSError:
             await catalog.close()
             raise
@@ -606,6 +612,7 @@ async def serve(
             engine=engine,
             link=link,
             inherited=inherited,
+            took_over=how.take_over,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)

@@ -43,7 +43,7 @@ from fpfs.core.engine import (
 from fpfs.core.layout import Run, Segment, decode_segment, encode_segment
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Container, Mapping, Sequence
 
 ZEROS = bytes(BLOCK_BYTES)
 
@@ -150,8 +150,8 @@ class MemoryEngine:
         self._errors: dict[int, int] = {}
         self._released: list[Released] = []
         self._drain_errors: dict[int, int] = {}
-        self._drains_go = trio.Event()
-        self._drains_go.set()
+        self._drains_held: Container[int] = ()
+        self._drains_changed = trio.Event()
         self._events_in, self._events_out = trio.open_memory_channel[Event](float("inf"))
         self._tickets = 0
         self.answers: dict[int, int] = {}
@@ -193,13 +193,15 @@ class MemoryEngine:
         """Let drains of an inode fail with an errno, or succeed again (0)."""
         self._drain_errors[ino] = code
 
-    def hold_drains(self) -> None:
-        """Let drains wait until `let_drains_go`."""
-        self._drains_go = trio.Event()
+    def hold_drains(self, *, of: Container[int] = range(1 << 62)) -> None:
+        """Let drains, or those of some inodes, wait until `let_drains_go`; others go on."""
+        self._drains_held = of
+        self._drains_changed.set()
+        self._drains_changed = trio.Event()
 
     def let_drains_go(self) -> None:
         """End `hold_drains`."""
-        self._drains_go.set()
+        self.hold_drains(of=())
 
     # The protocol.
 
@@ -359,7 +361,8 @@ class MemoryEngine:
             code = self._drain_errors.get(ino, 0)
             # Of what was written when the drain began: a later write is not in it.
             snapshot = None if code else self._snapshot(file)
-            await self._drains_go.wait()
+            while ino in self._drains_held:
+                await self._drains_changed.wait()
             await trio.lowlevel.checkpoint()
             if snapshot is None:
                 for handle, (held, _flags) in self._handles.items():

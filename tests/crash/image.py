@@ -119,6 +119,7 @@ EXPECTED = re.compile(
     r"was made anew from \S+: it is missing$"
     # What was being written is no checkpoint.
     r"|was made and never finished when the last mount ended: it is removed$"
+    r"|was removed after something was saved that the loss of power took: it is back$"
 )
 """What a server may say of a cut, loudly enough for its owner to hear."""
 

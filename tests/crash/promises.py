@@ -14,6 +14,8 @@ Not every pair is allowed:
   * A version is there only with all changes of names that were answered before it ended.
   * A rename is there only with all versions that had ended before it. So nobody finds a name that
     was moved into place without what was saved before that.
+  * So is a removal, but what came after it may be there without it: what was removed is back then,
+    unless something else that is not empty has its name, or it had no content.
 
 Concurrency: none; plain values.
 """
@@ -23,12 +25,15 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from tests.crash.recording import Event, Kind
 from tests.crash.workload import Word, digest_of
+
+Digests: TypeAlias = dict[int, str]
+"""What the content of each file is known by."""
 
 NEVER = 1 << 62
 EMPTY = digest_of(b"")
@@ -44,11 +49,15 @@ class Call(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a path is: kind is file, folder or symlink; `file` is the program's number of it."""
+    """What a path is: kind is file, folder or symlink; `file` is the program's number of it.
+
+    `may_be_gone`: it was removed, and may be there or not.
+    """
 
     kind: str
     file: int = 0
     mode: int = 0
+    may_be_gone: bool = False
 
 
 class Found(NamedTuple):
@@ -73,6 +82,25 @@ class History:
             _returned(self.versions, call.begin) if call.word.name == "rename" else 0
             for call in self.names
         ]
+        self._others_before = [
+            self._others_returned(call) if call.word.name in ("remove", "rmdir") else 0
+            for call in self.names
+        ]
+
+    def _others_returned(self, removal: Call) -> int:
+        """How many versions there must be for a removal: up to the last one of another file."""
+        file = names_after(self.names[: self.names.index(removal)])[removal.word.path].file
+        ended = [
+            number
+            for number, version in enumerate(self.versions, start=1)
+            if version.end < removal.begin and version.word.file != file
+        ]
+        return max(ended, default=0)
+
+    def withheld(self, names: int, versions: int) -> frozenset[int]:
+        """Which of so many changes of names are removals that so many versions do not allow yet."""
+        needed = enumerate(self._others_before[:names])
+        return frozenset(number for number, others in needed if others > versions)
 
     def at_least(self, cut: int) -> tuple[int, int]:
         """How many changes of names and versions must be there after a cut."""
@@ -132,10 +160,17 @@ def _begin(call: Call) -> int:
     return call.begin
 
 
-def names_after(calls: Sequence[Call]) -> dict[str, Entry]:
-    """What the changes of names make of an empty mount."""
+def names_after(
+    calls: Sequence[Call], *, withheld: frozenset[int] = frozenset(), digests: Digests | None = None
+) -> dict[str, Entry]:
+    """What the changes of names make of an empty mount.
+
+    Entries whose removal is `withheld` (by number) are back at the end; `digests` says which files
+    have a content.
+    """
     tree: dict[str, Entry] = {}
-    for call in calls:
+    gone: list[tuple[str, Entry]] = []
+    for number, call in enumerate(calls):
         word = call.word
         match word.name:
             case "create":
@@ -153,11 +188,24 @@ def names_after(calls: Sequence[Call]) -> dict[str, Entry]:
                 for path, entry in tree.items():
                     if entry.kind == "file" and entry.file == file:
                         tree[path] = entry._replace(mode=word.mode)
+                gone = [
+                    (path, entry._replace(mode=word.mode) if entry.file == file else entry)
+                    for path, entry in gone
+                ]
             case "remove" | "rmdir":
-                del tree[word.path]
+                entry = tree.pop(word.path)
+                gone += [(word.path, entry)] if number in withheld else []
             case other:
                 raise AssertionError(f"no program changes names by {other}")
+    for path, entry in gone:
+        present = tree.get(path)
+        if present is None or _is_empty(present, digests or {}):
+            tree[path] = entry._replace(may_be_gone=_is_empty(entry, digests or {}))
     return tree
+
+
+def _is_empty(entry: Entry, digests: Digests) -> bool:
+    return entry.kind == "file" and digests.get(entry.file, EMPTY) == EMPTY
 
 
 def _rename(tree: dict[str, Entry], path: str, other: str) -> None:
@@ -189,13 +237,15 @@ def look(root: Path, folder: str) -> dict[str, Found]:
 def broken_promise(history: History, cut: int, found: dict[str, Found]) -> str:
     """Why no allowed pair explains what was found, or an empty string."""
     best: tuple[int, str] = (1 << 30, "nothing is allowed at all")
-    shapes: dict[int, dict[str, Entry]] = {}
+    shapes: dict[tuple[int, frozenset[int]], dict[str, Entry]] = {}
     for names, versions in history.allowed(cut):
-        if names not in shapes:
-            shapes.clear()
-            shapes[names] = names_after(history.names[:names])
         digests = {call.word.file: call.word.digest for call in history.versions[:versions]}
-        wrong = _differences(shapes[names], digests, found)
+        withheld = history.withheld(names, versions)
+        shape = None if withheld else shapes.get((names, withheld))
+        if shape is None:
+            shape = names_after(history.names[:names], withheld=withheld, digests=digests)
+            shapes[names, withheld] = shape
+        wrong = _differences(shape, digests, found)
         if not wrong:
             return ""
         if len(wrong) < best[0]:
@@ -226,7 +276,11 @@ def _differences(
     expected: dict[str, Entry], digests: dict[int, str], found: dict[str, Found]
 ) -> list[str]:
     wrong = [f"{path} is there" for path in sorted(found.keys() - expected.keys())]
-    wrong += [f"{path} is missing" for path in sorted(expected.keys() - found.keys())]
+    wrong += [
+        f"{path} is missing"
+        for path in sorted(expected.keys() - found.keys())
+        if not expected[path].may_be_gone
+    ]
     for path, entry in expected.items():
         if path not in found:
             continue

@@ -33,7 +33,7 @@ from fpfs.core.refusal import Refused
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)
 NAMES = 6
-CHECKPOINTS_KEPT = 2
+CHECKPOINTS_KEPT = 1
 SERVERS_MAX = 3
 """Servers that may be killed while one question waits for its answer."""
 
@@ -220,8 +220,7 @@ class Workload:
     def torch_save(self) -> None:
         """torch.save to a name, as training programs do, with a pointer to the last one.
 
-        A removal may be durable before what was closed before it, so the new checkpoint is made
-        durable before the old one goes.
+        Nothing is made durable before an old checkpoint is removed.
         """
         import torch
 
@@ -242,7 +241,6 @@ class Workload:
         self.checkpoints.append(path)
         self.write(self._path("latest"), path.encode())
         if len(self.checkpoints) > CHECKPOINTS_KEPT:
-            self.sync_folder()
             self.remove(self.checkpoints.pop(0))
 
     def write_synchronously(self) -> None:

@@ -166,7 +166,7 @@ class Rig:
             requests=self.requests,
         )
         taken = await work.run(with_handles=is_successor)
-        await self.commit.recover(keep=taken.kept)
+        await self.commit.recover(keep=taken.kept, took_over=is_successor)
 
     def call_names(self) -> list[str]:
         """Return the names of the engine's recorded calls, in order."""

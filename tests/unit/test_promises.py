@@ -109,6 +109,44 @@ def test_a_rename_is_not_ahead_of_versions() -> None:
     assert accepted(told, 99, *states) == [True, False, False]
 
 
+def remove(path: str) -> dict[str, object]:
+    return {"name": "remove", "path": path}
+
+
+def test_a_removal_is_not_ahead_of_versions_of_others() -> None:
+    told = history(
+        create("old", 1), fsync(1, "x"), create("new", 2), close(2, "y"), remove("old"),
+        create("later", 3),
+    )  # fmt: skip
+    assert accepted(
+        told,
+        1000,
+        found(old="x", new=EMPTY, later=EMPTY),
+        found(new="y", later=EMPTY),
+        found(old="x", new="y"),
+        found(new=EMPTY, later=EMPTY),
+        found(new=EMPTY),
+        found(old="x", new="y", later=EMPTY),
+    ) == [True, True, True, False, False, False]
+
+
+def test_what_is_empty_or_has_a_successor_need_not_come_back() -> None:
+    told = history(
+        create("old", 1), fsync(1, "x"), create("new", 2), close(2, "y"), remove("old"),
+        create("old", 3), close(3, "z"), create("empty", 4), remove("empty"),
+    )  # fmt: skip
+    assert accepted(
+        told,
+        1000,
+        found(old="x", new=EMPTY),
+        found(old="x", new=EMPTY, empty=EMPTY),
+        found(old="z", new="y"),
+        found(old=EMPTY, new="y"),
+        found(old=EMPTY, new=EMPTY),
+        found(old="z", new=EMPTY),
+    ) == [True, True, True, True, False, False]
+
+
 def test_modes_and_kinds_are_compared() -> None:
     told = history(create("a", 1), {"name": "chmod", "path": "a", "mode": 0o600}, SYNC_FOLDER)
     right = {"a": Found("file", 0o600, EMPTY)}
