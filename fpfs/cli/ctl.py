@@ -15,6 +15,7 @@ from rich.table import Table
 import fpfs
 from fpfs.cli import policy
 from fpfs.cli import scrub as scrubbing
+from fpfs.cli import versions as former
 from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
@@ -22,7 +23,9 @@ from fpfs.core.units import format_size, parse_size_bytes
 
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
-SURPLUS = dict.fromkeys(("status", "wait", "flush", "restart", "scrub"), "there is one path")
+SURPLUS = dict.fromkeys(
+    ("status", "wait", "flush", "restart", "scrub", "versions", "restore"), "there is one path"
+)
 """Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
 """poll(2) counts milliseconds in 31 bits."""
@@ -34,6 +37,8 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(policy.app)
+app.command(former.versions)
+app.command(former.restore)
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -223,6 +223,13 @@ class SyncWrite(NamedTuple):
     ino: int
 
 
+class SpaceWanted(NamedTuple):
+    """A write of an inode found no space: it waits for `room_made`, or was `refused`."""
+
+    ino: int
+    refused: bool
+
+
 class LogRecord(NamedTuple):
     """Something the engine wants in the log; `level` is a `logging` level number."""
 
@@ -240,7 +247,7 @@ class HandlesReleased(NamedTuple):
     """`Engine.take_released` has something that no request came to take."""
 
 
-Event = SyncWrite | LogRecord | ChannelClosed | HandlesReleased
+Event = SyncWrite | SpaceWanted | LogRecord | ChannelClosed | HandlesReleased
 
 
 class Engine(Protocol):
@@ -372,6 +379,15 @@ class Engine(Protocol):
     def complete_write(self, ticket: int, errno: int) -> None:
         """Answer a `SyncWrite`: 0 when it is durable."""
 
+    def set_gives_way(self) -> None:
+        """Let writes that find no space wait and ask for it (`SpaceWanted`), instead of failing."""
+
+    def room_made(self, *, more: bool) -> None:
+        """Let writes that found no space try again: what gave way is gone from the devices.
+
+        `more`: there is more that would, so that the next one is to wait and ask, too.
+        """
+
     def events(self) -> AsyncIterator[Event]:
         """Everything the engine reports, in order; ends after `close`."""
 
@@ -430,6 +446,8 @@ class NativeEngine:
                 self._complete(ticket, 0, objects)
             case ("sync_write", ticket, ino):
                 self._send.send_nowait(SyncWrite(ticket, ino))
+            case ("space", ino, refused):
+                self._send.send_nowait(SpaceWanted(ino, refused))
             case ("log", level, message):
                 self._send.send_nowait(LogRecord(level, message))
             case ("closed", error):
@@ -622,6 +640,14 @@ class NativeEngine:
     def complete_write(self, ticket: int, errno: int) -> None:
         """See `Engine.complete_write`."""
         self._native.complete_write(ticket, errno)
+
+    def set_gives_way(self) -> None:
+        """See `Engine.set_gives_way`."""
+        self._native.set_gives_way()
+
+    def room_made(self, *, more: bool) -> None:
+        """See `Engine.room_made`."""
+        self._native.room_made(more)
 
     async def events(self) -> AsyncIterator[Event]:
         """See `Engine.events`."""

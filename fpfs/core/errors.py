@@ -23,6 +23,7 @@
         ├── StaleInode           ESTALE
         ├── NoSpace              ENOSPC
         ├── ReadOnly             EROFS
+        ├── BusyFile             EBUSY
         ├── DamagedData          EIO
         └── CatalogError         EIO
             ├── CatalogMissing   ENOENT        (FileNotFoundError)
@@ -160,9 +161,15 @@ class NoSpace(FpfsError):
 
 
 class ReadOnly(FpfsError):
-    """The catalog's device refuses writes."""
+    """The catalog's device refuses writes, or what is to be changed is a former content."""
 
     code = errno.EROFS
+
+
+class BusyFile(FpfsError):
+    """A file that somebody is writing to."""
+
+    code = errno.EBUSY
 
 
 class DamagedData(FpfsError):

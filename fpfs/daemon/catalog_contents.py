@@ -46,6 +46,8 @@ class Version(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     privileges_dropped: bool
+    replaces_whole: bool = True
+    """Whether what it replaces was whole, and not synced in the middle of being written."""
     killed_by: int = 0
     """The signal that ended the writer whose close completed it, or 0."""
 

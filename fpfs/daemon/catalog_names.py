@@ -24,11 +24,12 @@ from fpfs.core.errors import (
     NoSuchEntry,
     NotADirectory,
     NotPermitted,
+    ReadOnly,
     TooManyLinks,
 )
 from fpfs.core.limits import LINK_COUNT_MAX
 from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow
-from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO
+from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, VERSIONS_INO, VIEW_BASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,8 +127,10 @@ def touch_directory(
 ) -> None:
     """Set a directory's times after a change of its names.
 
-    Raises `NoSuchEntry` if it was removed, `NotPermitted` for `.fpfs`.
+    Raises `NoSuchEntry` if it was removed, `NotPermitted` for `.fpfs`, `ReadOnly` for a view.
     """
+    if ino == VERSIONS_INO or ino >= VIEW_BASE:
+        raise ReadOnly("names in .fpfs/versions are not to be changed")
     if ino == FPFS_INO:
         raise NotPermitted("names in .fpfs are not to be changed")
     changed = transaction.execute(
@@ -286,8 +289,12 @@ def rename(
     *,
     mode: RenameMode,
     now_ns: int,
+    on_removed: OnRemoved | None = None,
 ) -> Renamed:
-    """Move a name, with the meanings of renameat2(2). `source` and so on are (directory, name)."""
+    """Move a name, with the meanings of renameat2(2). `source` and so on are (directory, name).
+
+    `on_removed` is told of the entry that it replaces, which is still there.
+    """
     moving = _find_existing(transaction, *source)
     existing = _find(transaction, *destination)
     if FPFS_INO in (moving.ino, existing.ino if existing else None):
@@ -308,6 +315,8 @@ def rename(
     if existing is None:
         _place(transaction, moving, source[0], destination, now_ns)
         return Renamed(moving.ino, moving.is_directory)
+    if on_removed is not None and not existing.is_directory and not moving.is_directory:
+        on_removed(transaction, existing)
     replaced = _replace(transaction, moving, existing, destination[0], now_ns)
     _place(transaction, moving, source[0], destination, now_ns)
     return Renamed(
@@ -418,6 +427,12 @@ def path_of(transaction: Transaction, ino: int) -> bytes:
     Without an index by inode this may look at every name: it is for reports.
     """
     parts: list[bytes] = []
+    former = transaction.execute(
+        "SELECT parent, CAST(name || '@' || number AS BLOB) FROM former WHERE ino = ?", (ino,)
+    ).fetchone()
+    if former is not None:
+        above = path_of(transaction, former[0])
+        return b"/".join(filter(None, (b".fpfs/versions", above, former[1])))
     while ino != ROOT_INO:
         row = _name_of(transaction, ino)
         if row is None or len(parts) > PATH_PARTS_MAX:

@@ -41,6 +41,9 @@ PARTIAL_INO = 3
 """The directory `.fpfs/partial`: contents whose writer was killed."""
 VERSIONS_INO = 4
 """The directory `.fpfs/versions`: former contents, see `catalog_versions`."""
+VIEW_BASE = 1 << 62
+"""Added to a directory's inode number: that of the view of its former contents. No inode's own
+number comes near it."""
 UNCOMMITTED_INO = 5
 """The directory `.fpfs/uncommitted`: groups that were never committed."""
 SEQUENCE = "sequence"

@@ -41,7 +41,7 @@ import trio
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
-from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make_current
+from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make_one_current
 from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
 
@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_versions import Changed
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -124,12 +127,14 @@ class Commit:
         engine: Engine,
         inodes: InodeTable,
         ack: Acknowledge = Acknowledge.EARLY,
+        versions: Versions,
         is_whole: Callable[[bytes], bool] = lambda _name: False,
         durable_within_s: float = 1.0,
     ) -> None:
         """Start empty; nothing happens before `run`. Names that `is_whole` show whole contents."""
         self.ack = ack
         self._is_whole = is_whole
+        self._versions = versions
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
@@ -249,6 +254,18 @@ class Commit:
         while inode.pending and not self._last_entries[inode.ino].started:
             self._awaited.set()
             await self._changed.park()
+
+    async def make_room(self) -> bool:
+        """Give up former contents, and return when their space is free; False: there are none."""
+        let_go = await self._versions.give_up_oldest()
+        for inode in let_go:
+            await self.give_back(inode)
+        return bool(let_go)
+
+    async def give_up_replaced(self, inode: Inode) -> None:
+        """Commit a truncation at once, and return when the space it took out of use is free."""
+        await self.make_current(inode)
+        await self._reclaim.wait_given_back()
 
     async def give_back(self, inode: Inode) -> None:
         """Delete an inode without a name now, and return when its space is free again.
@@ -478,11 +495,24 @@ class Commit:
     async def _store(self, batch: list[_Entry]) -> None:
         """Run the transaction of a batch and tell the engine."""
         versions = [self._version(entry) for entry in batch]
-        removal = await self._catalog.write_many(lambda t: make_current(t, versions))
+        changed: list[Changed] = []
+
+        def store(transaction: Transaction) -> int:
+            changed.clear()
+            removal = 0
+            for version in versions:
+                if version.replaces_whole:
+                    changed.extend(self._versions.of_version(transaction, version.ino))
+                removal = max(removal, make_one_current(transaction, version))
+            return removal
+
+        removal = await self._catalog.write_many(store)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
-        for version in versions:
+        for entry, version in zip(batch, versions, strict=True):
+            entry.inode.synced = not entry.last and entry.inode.writers > 0
             self._now_current(version)
+        await self._versions.follow(changed)
 
     def _now_current(self, version: Version) -> None:
         """Tell the engine of a version that the catalog has."""
@@ -523,6 +553,7 @@ class Commit:
             mtime_ns=attributes.mtime_ns,
             ctime_ns=attributes.ctime_ns,
             privileges_dropped=attributes.privileges_dropped,
+            replaces_whole=not entry.inode.synced,
             killed_by=entry.inode.killed_by,
         )
 

@@ -23,9 +23,11 @@ import msgspec
 import trio
 
 from fpfs.core.engine import KnownDirectories, Layout
+from fpfs.core.errors import ReadOnly
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog_contents import Content, fetch_content
-from fpfs.daemon.catalog_schema import ROOT_INO
+from fpfs.daemon.catalog_schema import ROOT_INO, VIEW_BASE
+from fpfs.daemon.catalog_versions import fetch_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +81,7 @@ class Inode:
         "rdev",
         "size",
         "stale",
+        "synced",
         "uid",
         "unfinished",
         "users",
@@ -122,6 +125,8 @@ class Inode:
         """The signal that ended the writer of the content that is not committed, or 0."""
         self.stale = False
         """Whether its names were removed behind the kernel's back, which may still ask by them."""
+        self.synced = False
+        """Whether its committed content was synced in the middle of being written."""
         self._lock: trio.Semaphore | None = None
 
     @property
@@ -135,6 +140,11 @@ class Inode:
         """Forget the lock, which is larger than the rest, of an inode that nobody uses."""
         assert self._lock is None or self._lock.value == 1, "nobody holds or awaits the lock"
         self._lock = None
+
+    def refuse_change(self) -> None:
+        """Raise `ReadOnly` for a former content, and for a view of some."""
+        if self.kept:
+            raise ReadOnly(f"inode {self.ino} is a former content, which does not change")
 
     @property
     def is_directory(self) -> bool:
@@ -203,7 +213,8 @@ class InodeTable:
         inode = self._inodes.get(ino)
         if inode is not None:
             return inode
-        return await self._catalog.read(lambda t: fetch_inode(t, ino), apply=self.adopt)
+        fetch = fetch_view if ino >= VIEW_BASE else fetch_inode
+        return await self._catalog.read(lambda t: fetch(t, ino), apply=self.adopt)
 
     def refresh(self, inode: Inode) -> bool:
         """Copy size and times of a loaded inode from the engine; returns whether it is dirty."""
@@ -234,7 +245,7 @@ class InodeTable:
 
     def answer_for(self, inode: Inode) -> None:
         """Let the channel answer for a directory's attributes from now on."""
-        if inode.is_directory:
+        if inode.is_directory and not inode.kept:
             self.directories.set_attributes(
                 ino=inode.ino,
                 mode=inode.mode,

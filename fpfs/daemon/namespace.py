@@ -34,6 +34,7 @@ from fpfs.daemon.catalog_attributes import (
     store_attributes,
 )
 from fpfs.daemon.catalog_names import list_names, look_up
+from fpfs.daemon.catalog_versions import is_view, look_up_in_view
 from fpfs.daemon.inodes import NAMES_LISTED_MAX
 from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.namespace_entries import Caller
     from fpfs.daemon.namespace_files import Opened
     from fpfs.daemon.requests import Requests
+    from fpfs.daemon.versions import Versions
 
 
 class Namespace:
@@ -69,6 +71,7 @@ class Namespace:
         commit: Commit,
         policy: Policy,
         requests: Requests,
+        versions: Versions,
         device_paths: Mapping[int, Path],
     ) -> None:
         """Build the parts. `device_paths` are the device directories by number, for statfs."""
@@ -76,7 +79,7 @@ class Namespace:
         self._engine = engine
         self._inodes = inodes
         self._space = DeviceSpace(device_paths.values())
-        self.files = Files(engine=engine, inodes=inodes, commit=commit)
+        self.files = Files(engine=engine, inodes=inodes, commit=commit, versions=versions)
         self.entries = Entries(
             catalog=catalog,
             inodes=inodes,
@@ -85,6 +88,7 @@ class Namespace:
             policy=policy,
             requests=requests,
             space=self._space,
+            versions=versions,
         )
         self.directories = Directories(catalog=catalog, engine=engine, inodes=inodes, commit=commit)
         self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes, requests=requests)
@@ -98,7 +102,7 @@ class Namespace:
 
         Raises `NameTooLong`.
         """
-        if len(name) > NAME_BYTES_MAX:
+        if len(name) > NAME_BYTES_MAX and not is_view(parent):
             raise NameTooLong(f"name of {len(name)} bytes, at most {NAME_BYTES_MAX} are possible")
         if name in (b".", b".."):
             inode = await self._inodes.get(parent)
@@ -106,6 +110,10 @@ class Namespace:
                 inode = await self._inodes.get(inode.parent)
             inode.lookups += 1
             return inode
+        if is_view(parent):
+            return await self._catalog.read(
+                lambda t: look_up_in_view(t, parent, name), apply=self._looked_up
+            )
         found = await self._catalog.read(lambda t: look_up(t, parent, name), apply=self._looked_up)
         if found is None and self._inodes.directories.wants(parent):
             await self._catalog.read(
@@ -144,6 +152,7 @@ class Namespace:
         Raises `FileTooLarge`, `NoSpace`, `InvalidOperation` (a size for what has none).
         """
         inode = await self._inodes.get(ino)
+        inode.refuse_change()
         if size is not None:
             await self._truncate(inode, size, caller)
         if size is None or any(change is not None for change in changes):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.errors import NotADirectory, StaleHandle
 from fpfs.daemon.catalog_names import Entry, list_entries
 from fpfs.daemon.catalog_schema import NUMBER_FIRST, ROOT_INO
+from fpfs.daemon.catalog_versions import is_view, list_view
 from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Directories:
     ) -> tuple[int, bool]:
         """List one batch; returns the offset reached and whether to go on."""
         listed = await self._catalog.read(
-            lambda t: list_entries(
+            lambda t: (list_view if is_view(opened.inode.ino) else list_entries)(
                 t,
                 opened.inode.ino,
                 after_cookie=offset,

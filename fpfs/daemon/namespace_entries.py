@@ -15,15 +15,16 @@ from __future__ import annotations
 import os
 import stat
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fpfs.core.engine import INLINE_BYTES_MAX
-from fpfs.core.errors import EntryExists, NameTooLong, NoSuchEntry
+from fpfs.core.errors import EntryExists, NameTooLong, NoSpace, NoSuchEntry, ReadOnly
 from fpfs.core.limits import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from fpfs.core.policy import rotate_layouts
 from fpfs.daemon import catalog_names, catalog_withheld
 from fpfs.daemon.catalog_attributes import InodeRow
 from fpfs.daemon.catalog_names import NewInode, Removed, Renamed, RenameMode
+from fpfs.daemon.catalog_versions import is_view
 from fpfs.daemon.inodes import encode_layout
 
 if TYPE_CHECKING:
@@ -31,11 +32,19 @@ if TYPE_CHECKING:
 
     from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_names import Name
+    from fpfs.daemon.catalog_versions import Changed
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_files import Files, Opened
     from fpfs.daemon.requests import Requests
     from fpfs.daemon.space import DeviceSpace
+    from fpfs.daemon.versions import Versions
+
+
+Result = TypeVar("Result")
+Applied = TypeVar("Applied")
 
 
 class Caller(NamedTuple):
@@ -59,6 +68,7 @@ class Entries:
         policy: Policy,
         requests: Requests,
         space: DeviceSpace,
+        versions: Versions,
     ) -> None:
         """Place new files by `policy`; give space back at once when `space` is tight."""
         self._catalog = catalog
@@ -67,6 +77,7 @@ class Entries:
         self._files = files
         self._requests = requests
         self._space = space
+        self._versions = versions
         self._policy = policy
         self._layouts = _stored_layouts(policy)
 
@@ -148,7 +159,7 @@ class Entries:
         layout: bytes | None = None,
         unfinished: bool = False,
     ) -> Inode:
-        _check_name(name)
+        _check_place(parent, name)
         if (ino := self._requests.outcome(caller.request)) is not None:
             return await self._again(ino)
         directory = self._inodes.cached(parent) or await self._inodes.get(parent)
@@ -172,7 +183,18 @@ class Entries:
         make = self._requests.recording(
             caller.request, lambda t: catalog_names.make(t, parent, name, new)
         )
-        return await self._catalog.write(make, apply=made)
+        return await self._write(make, apply=made)
+
+    async def _write(
+        self, operation: Callable[[Transaction], Result], *, apply: Callable[[Result], Applied]
+    ) -> Applied:
+        """Run a transaction that needs space; former contents give way to it."""
+        while True:
+            try:
+                return await self._catalog.write(operation, apply=apply)
+            except NoSpace:
+                if not await self._commit.make_room():
+                    raise
 
     async def _again(self, ino: int) -> Inode:
         """The inode that a request came to whose answer the kernel did not get."""
@@ -185,10 +207,11 @@ class Entries:
 
         Raises `EntryExists`, `NotPermitted`, `TooManyLinks`, `NoSuchEntry`, `NameTooLong`.
         """
-        _check_name(name)
+        _check_place(parent, name)
         if self._requests.outcome(request) is not None:
             return await self._again(ino)
         inode = await self._inodes.get(ino)
+        inode.refuse_change()
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
 
@@ -203,14 +226,14 @@ class Entries:
         link = self._requests.recording(
             request, lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns)
         )
-        return await self._catalog.write(link, apply=linked)
+        return await self._write(link, apply=linked)
 
     async def unlink(self, parent: int, name: bytes, *, request: int = 0) -> None:
         """Remove a name of anything but a directory.
 
         Raises `NoSuchEntry`, `IsADirectory`, `NameTooLong`. The inode goes when nothing uses it.
         """
-        _check_name(name)
+        _check_place(parent, name)
         if self._requests.outcome(request) is not None:
             return
         await self._remove(
@@ -222,7 +245,7 @@ class Entries:
 
         Raises `NoSuchEntry`, `NotADirectory`, `DirectoryNotEmpty`, `NameTooLong`.
         """
-        _check_name(name)
+        _check_place(parent, name)
         if self._requests.outcome(request) is not None:
             return
         await self._remove(
@@ -249,13 +272,15 @@ class Entries:
             return removed
 
         inode, mark = await self._removal_mark(parent, name)
-        withholding = (
-            (lambda t, entry: catalog_withheld.withhold(t, parent, name, entry, mark=mark))
-            if mark
-            else None
-        )
+        changed: list[Changed] = []
+
+        def on_removed(transaction: Transaction, entry: Name) -> None:
+            changed[:] = [self._versions.of_removed(transaction, parent, name)]
+            if mark:
+                catalog_withheld.withhold(transaction, parent, name, entry, mark=mark)
+
         recording = self._requests.recording(
-            request, lambda t: remove(t, parent, name, now_ns=now_ns, on_removed=withholding)
+            request, lambda t: remove(t, parent, name, now_ns=now_ns, on_removed=on_removed)
         )
         try:
             removed = await self._catalog.write_urgently(recording, apply=removed_name)
@@ -264,6 +289,7 @@ class Entries:
         finally:
             if inode is not None:
                 self._inodes.release(inode)
+        await self._versions.follow(changed)
         await self._let_go(removed)
 
     async def _removal_mark(self, parent: int, name: bytes) -> tuple[Inode | None, int]:
@@ -294,8 +320,8 @@ class Entries:
         Waits until what was closed before, and pending content of what moves, is on the devices
         and current.
         """
-        _check_name(source[1])
-        _check_name(destination[1])
+        _check_place(*source)
+        _check_place(*destination)
         if self._requests.outcome(request) is not None:
             return
         await self._commit_pending(*source)
@@ -314,11 +340,27 @@ class Entries:
                 self._inodes.directories.removed(*source)
             return done
 
-        rename = self._requests.recording(
-            request,
-            lambda t: catalog_names.rename(t, source, destination, mode=mode, now_ns=now_ns),
-        )
-        done = await self._catalog.write(rename, apply=renamed)
+        changed: list[Changed] = []
+
+        def rename(transaction: Transaction) -> Renamed:
+            changed.clear()
+            done = catalog_names.rename(
+                transaction,
+                source,
+                destination,
+                mode=mode,
+                now_ns=now_ns,
+                on_removed=lambda t, entry: changed.append(
+                    self._versions.of_replaced(t, *destination, entry)
+                ),
+            )
+            if mode is not RenameMode.EXCHANGE and not done.unchanged:
+                changed.append(self._versions.of_moved(transaction, source, destination))
+            return done
+
+        recording = self._requests.recording(request, rename)
+        done = await self._write(recording, apply=renamed)
+        await self._versions.follow(changed)
         if done.replaced is not None:
             await self._let_go(done.replaced)
 
@@ -387,8 +429,10 @@ class Entries:
             await self._commit.give_back(inode)
 
 
-def _check_name(name: bytes) -> None:
+def _check_place(parent: int, name: bytes) -> None:
     """Refuse names that cannot be stored. The kernel refuses "", "." and ".."."""
+    if is_view(parent):
+        raise ReadOnly("names in .fpfs/versions are not to be changed")
     if len(name) > NAME_BYTES_MAX:
         raise NameTooLong(f"name of {len(name)} bytes, at most {NAME_BYTES_MAX} are possible")
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.versions import Versions
 
 
 class ContentError(OSError):
@@ -50,8 +51,11 @@ class _Handle(NamedTuple):
 class Files:
     """All open files."""
 
-    def __init__(self, *, engine: Engine, inodes: InodeTable, commit: Commit) -> None:
+    def __init__(
+        self, *, engine: Engine, inodes: InodeTable, commit: Commit, versions: Versions
+    ) -> None:
         """Start without open files."""
+        self._versions = versions
         self._engine = engine
         self._inodes = inodes
         self._commit = commit
@@ -74,6 +78,8 @@ class Files:
         the kernel looks its name up again.
         """
         writable = flags & os.O_ACCMODE != os.O_RDONLY
+        if writable or flags & os.O_TRUNC:
+            inode.refuse_change()
         handle = self._unanswered.pop(request & ~RESENT, 0) if request & RESENT else 0
         if not handle:
             handle = await self._open(inode, flags=flags, writable=writable, request=request)
@@ -166,6 +172,8 @@ class Files:
         async with inode.lock:
             await self._engine.truncate(inode.ino, size)
             inode.generation += 1
+        if size == 0 and await self._versions.gives_up_at_once(inode):
+            await self._commit.give_up_replaced(inode)
 
     async def flush(self, handle: int) -> None:
         """Answer a close(2): report an error not reported yet; wait if the policy says so.
@@ -224,6 +232,8 @@ class Files:
                 is_changed = self._inodes.refresh(inode)
                 if is_changed or inode.unfinished:
                     self._commit.closed(inode, killed_by=killed_by)
+                else:
+                    inode.synced = False
             self._commit.released()
         self._inodes.release(inode)
 

@@ -67,6 +67,7 @@ class ExtendedAttributes:
                 f"attribute value of {len(value)} bytes, at most {XATTR_VALUE_BYTES_MAX}"
             )
         inode = await self._inodes.get(ino)
+        inode.refuse_change()
         now_ns = time.time_ns()
         # Before the write, so that a reader beside it does not miss it.
         inode.has_xattrs = True
@@ -82,6 +83,7 @@ class ExtendedAttributes:
         if self._requests.outcome(request) is not None:
             return
         inode = await self._inodes.get(ino)
+        inode.refuse_change()
         now_ns = time.time_ns()
         remove = self._requests.recording(
             request, lambda t: remove_xattr(t, ino, name, ctime_ns=now_ns)

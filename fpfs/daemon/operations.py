@@ -34,6 +34,7 @@ from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.errors import FpfsError
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
+from fpfs.daemon.catalog_versions import is_view
 from fpfs.daemon.inodes import KERNEL_CACHE_S
 from fpfs.daemon.namespace_entries import Caller
 from fpfs.daemon.namespace_files import ContentError
@@ -116,16 +117,16 @@ def _attributes_of(inode: Inode) -> EntryAttributes:
     entry.st_atime_ns = inode.atime_ns
     entry.st_mtime_ns = inode.mtime_ns
     entry.st_ctime_ns = inode.ctime_ns
-    entry.entry_timeout = float(KERNEL_CACHE_S)
-    entry.attr_timeout = float(KERNEL_CACHE_S)
+    # A former content goes, and another comes, without the kernel's doing.
+    entry.entry_timeout = entry.attr_timeout = 0.0 if inode.kept else float(KERNEL_CACHE_S)
     return entry
 
 
-def _no_entry() -> EntryAttributes:
+def _no_entry(parent: int) -> EntryAttributes:
     """Return what tells the kernel to remember that a name does not exist."""
     entry = EntryAttributes()
     entry.st_ino = 0
-    entry.entry_timeout = float(KERNEL_CACHE_S)
+    entry.entry_timeout = 0.0 if is_view(parent) else float(KERNEL_CACHE_S)
     return entry
 
 
@@ -173,7 +174,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         """Find a name; one that does not exist is remembered by the kernel too."""
         inode = await self._namespace.look_up(parent_inode, name)
         if inode is None:
-            return _no_entry()
+            return _no_entry(parent_inode)
         self._namespace.refresh(inode)
         return _attributes_of(inode)
 

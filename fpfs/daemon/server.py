@@ -51,6 +51,7 @@ from fpfs.core.engine import (
     HandlesReleased,
     LogRecord,
     NativeEngine,
+    SpaceWanted,
     SyncWrite,
 )
 from fpfs.core.errors import CatalogError
@@ -75,6 +76,7 @@ from fpfs.daemon.policies import Policies
 from fpfs.daemon.requests import Requests
 from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.takeover import TakeOver
+from fpfs.daemon.versions import Versions
 
 REQUESTS_MAX = 1000
 """Requests that pyfuse3 works on at once. Each blocked fsync holds one."""
@@ -133,6 +135,9 @@ class Server:
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
         self._policies = Policies(catalog)
+        self._versions = Versions(
+            catalog=catalog, engine=engine, inodes=inodes, policies=self._policies
+        )
         self._inodes = inodes
         self._directories = inodes.directories
         self._commit = Commit(
@@ -140,6 +145,7 @@ class Server:
             engine=engine,
             inodes=inodes,
             ack=policy.ack,
+            versions=self._versions,
             is_whole=policy.is_whole,
         )
         self._requests = Requests(catalog)
@@ -155,6 +161,7 @@ class Server:
             commit=self._commit,
             policy=policy,
             requests=self._requests,
+            versions=self._versions,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
         self._recovery = RecoveryStatus()
@@ -200,6 +207,7 @@ class Server:
     async def _take_over(self) -> None:
         """Take over what a server that died left, if one did."""
         await self._policies.load()
+        await self._versions.load()
         work = TakeOver(
             catalog=self._catalog,
             engine=self._engine,
@@ -330,6 +338,18 @@ class Server:
         """Set and unset for a directory, for the control protocol."""
         return await self._policies.change(ino, change)
 
+    async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
+        """Return the former contents of a name, for the control protocol."""
+        return await self._versions.show(directory, name)
+
+    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
+        """Make a former content the present one, durably, for the control protocol."""
+        self._namespace.catch_up()
+        await self._commit.wait_queued()
+        shown = await self._versions.restore(directory, name, number)
+        await self._catalog.make_durable()
+        return shown
+
     async def _flush_at_end(self) -> Flushed:
         """Flush; when the catalog itself is what failed, that is one of the failures.
 
@@ -385,11 +405,17 @@ class Server:
         self._connection_ended.set()
 
     async def _relay_events(self, device: str) -> None:
+        async with trio.open_nursery() as nursery:
+            await self._handle_events(device, nursery)
+
+    async def _handle_events(self, device: str, nursery: trio.Nursery) -> None:
         async for event in self._engine.events():
             self._namespace.catch_up()
             match event:
                 case SyncWrite():
                     self._commit.sync_write(event)
+                case SpaceWanted(ino, refused):
+                    nursery.start_soon(self._make_room, ino, refused)
                 case LogRecord():
                     logging.getLogger("fpfs.engine").log(event.level, "%s", event.message)
                 case HandlesReleased():
@@ -397,6 +423,19 @@ class Server:
                 case ChannelClosed():
                     _log.info("%s", self._describe_end(device, event.errno))
                     self._connection_ended.set()
+
+    async def _make_room(self, ino: int, refused: bool) -> None:
+        """Give up former contents for a write that waits, or say that it was refused."""
+        if refused:
+            await self._versions.say_refused(ino)
+            return
+        try:
+            await self._commit.make_room()
+        except OSError as error:
+            _log.error("no former contents can be given up: %s", error)
+            self._engine.room_made(more=False)
+        else:
+            self._engine.room_made(more=self._versions.count > 0)
 
     def _describe_end(self, device: str, number: int) -> str:
         """Why the connection ended, for the log. ENODEV says both: unmounted, and aborted."""

@@ -505,6 +505,13 @@ class MemoryEngine:
         """Return an error not reported yet."""
         return self._errors.pop(handle, 0)
 
+    def set_gives_way(self) -> None:
+        """See `Engine.set_gives_way`."""
+
+    def room_made(self, *, more: bool) -> None:
+        """See `Engine.room_made`."""
+        self.calls.append(("room_made", more))
+
     def complete_write(self, ticket: int, errno: int) -> None:
         """Answer a synchronous write."""
         assert ticket not in self.answers, "a write is answered once"

@@ -73,6 +73,8 @@ nb::tuple event_tuple(const Event& event) {
           return nb::make_tuple("log", e.level, e.message);
         } else if constexpr (std::is_same_v<T, ReleasedEvent>) {
           return nb::make_tuple("released");
+        } else if constexpr (std::is_same_v<T, SpaceEvent>) {
+          return nb::make_tuple("space", e.ino, e.refused);
         } else {
           return nb::make_tuple("closed", e.error);
         }
@@ -302,6 +304,8 @@ void bind_plane(nb::class_<Engine>& type) {
              return result.value();
            })
       .def("complete_write", &Engine::complete_write, nb::call_guard<nb::gil_scoped_release>())
+      .def("set_gives_way", &Engine::set_gives_way)
+      .def("room_made", &Engine::room_made, nb::call_guard<nb::gil_scoped_release>())
       .def("statistics", &statistics)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -156,7 +156,7 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
   }
   const auto attempt = [this, waiting, file, in, sync] {
     Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
-    if (outcome.progress == Progress::Wait) {
+    if (outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome)) {
       if (!waiting->given_up()) return false;
       outcome = Outcome::failed(EINTR);
     }
@@ -208,9 +208,10 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     Payload payload;
     payload.add(const_cast<char*>(read.data), read.bytes);
     Waiter written;
-    const auto attempt = [&waiting, &to, &payload, &written, &read, at = in.off_out + copied] {
+    const auto attempt = [this, &waiting, &to, &payload, &written, &read,
+                          at = in.off_out + copied] {
       Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
-      if (outcome.progress == Progress::Wait) {
+      if (outcome.progress == Progress::Wait || engine_.waits_for_room(to->ino(), outcome)) {
         if (!waiting->given_up()) return false;
         outcome = Outcome::failed(EINTR);
       }

@@ -69,7 +69,9 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   auto write = std::make_unique<ParkedWrite>(request);
   write->arguments = arguments;
   write->file = file;
-  if (outcome.progress == Progress::Done) return finish_write(*write, outcome.error);
+  const bool waits =
+      outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome);
+  if (!waits) return finish_write(*write, outcome.error);
   park_write(r, std::move(write));
 }
 
@@ -122,7 +124,7 @@ bool Channel::attempt(ParkedWrite& write) {
     payload.add(write.buffer, write.arguments.size);
     outcome =
         write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr, nullptr);
-    if (outcome.progress == Progress::Wait) {
+    if (outcome.progress == Progress::Wait || engine_.waits_for_room(write.file->ino(), outcome)) {
       if (!write.given_up()) return false;
       outcome = Outcome::failed(EINTR);
     }

@@ -130,6 +130,7 @@ Engine::~Engine() { close(); }
 
 void Engine::close() {
   if (std::exchange(closed_, true)) return;
+  gives_way_ = false;  // nobody would answer
   if (channel_ != nullptr) channel_->stop();
   worker_.stop();
   waker_.stop();
@@ -561,6 +562,22 @@ Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directo
     if (!init.has_value()) return Status(ESTALE, "the staging arena knows of no connection");
   }
   return channel_->start(config_.channel_threads, init);
+}
+
+bool Engine::waits_for_room(uint64_t ino, const Outcome& outcome) {
+  if (outcome.progress == Progress::Wait || outcome.error != ENOSPC) return false;
+  if (!gives_way_) {
+    if (refused_last_.exchange(ino) != ino) post(SpaceEvent{ino, true});
+    return false;
+  }
+  if (!room_asked_.exchange(true)) post(SpaceEvent{ino, false});
+  return true;
+}
+
+void Engine::room_made(bool more) {
+  gives_way_ = more;
+  room_asked_ = false;
+  wake_soon();
 }
 
 void Engine::complete_write(uint64_t ticket, int error) {

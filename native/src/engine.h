@@ -86,6 +86,11 @@ struct VerifiedEvent {
   int error;
   std::vector<Damage> damage;
 };
+// A write, allocation or copy found no space: it waits for room_made(), or was `refused`.
+struct SpaceEvent {
+  uint64_t ino;
+  bool refused;
+};
 struct LogEvent {
   int level;
   std::string message;
@@ -96,7 +101,7 @@ struct ClosedEvent {
 // take_released() has something.
 struct ReleasedEvent {};
 using Event = std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, VerifiedEvent,
-                           LogEvent, ClosedEvent, ReleasedEvent>;
+                           LogEvent, ClosedEvent, ReleasedEvent, SpaceEvent>;
 
 // An open file description as the kernel knows it.
 struct Handle {
@@ -187,6 +192,13 @@ class Engine : public Plane {
   // `resume`: another process served the connection, and the arena knows it.
   Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume);
   void complete_write(uint64_t ticket, int error);
+  // Whether a change of `ino` that ended so should be tried again when others were woken: there is
+  // no space, and something that gives way to it. Python is asked to see to that.
+  bool waits_for_room(uint64_t ino, const Outcome& outcome);
+  // There is something that gives way from now on.
+  void set_gives_way() { gives_way_ = true; }
+  // What gave way is gone from the devices; `more`: there is more that would.
+  void room_made(bool more);
   Channel* channel() { return channel_.get(); }
   ReadBuffers& read_buffers() { return *read_buffers_; }
   Worker& worker() { return worker_; }
@@ -258,6 +270,9 @@ class Engine : public Plane {
   Worker waker_;
   std::atomic<uint64_t> ticket_{1};
   bool closed_ = false;
+  std::atomic<bool> gives_way_{false};
+  std::atomic<bool> room_asked_{false};
+  std::atomic<uint64_t> refused_last_{0};               // inode, told of once in a row
   std::unordered_map<uint64_t, Remainder> remainders_;  // used by one thread, before serve()
   std::vector<arena::HandleRecord> left_handles_;
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.lab import unavailable_reason
-from fpfs.testing.mounted import Mount
+from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
 
@@ -117,6 +117,10 @@ def test_overwriting_needs_space_for_both_and_loses_nothing(
     small: tuple[Mount, FaultyDevices],
 ) -> None:
     mount, _ = small
+    mount.expect_log(
+        r"no space for file: overwriting needs the space of both contents, and the one before"
+        r" holds 40\.0 MiB .* replace=inplace\)"
+    )
     before = random_bytes(40 * MEBIBYTE, seed=13)
     path = mount.root / "file"
     path.write_bytes(before)
@@ -212,3 +216,74 @@ def test_unlink_on_devices_that_others_filled_to_the_last_block(tmp_path: Path) 
         assert_same((mount.root / "after").read_bytes(), piece(2))
         assert_same((mount.root / "other").read_bytes(), piece(0))
         assert not (mount.root / "victim").exists()
+
+
+def keep_former(mount: Mount, path: Path, *, count: int) -> list[Path]:
+    """Replace a file's content `count` times; returns where its former contents are."""
+    check_fpfs("policy", "set", mount.root, f"versions={count}", module="fpfs.cli.ctl")
+    for seed in range(count + 1):
+        path.write_bytes(random_bytes(5 * MEBIBYTE, seed=seed))
+        mount.flush()
+    view = mount.root / ".fpfs" / "versions"
+    kept = [view / f"{path.name}@{number}" for number in range(1, count + 1)]
+    assert all(each.exists() for each in kept)
+    return kept
+
+
+def test_former_contents_give_way_the_oldest_first(small: tuple[Mount, FaultyDevices]) -> None:
+    mount, _devices = small
+    path = mount.root / "model.pt"
+    kept = keep_former(mount, path, count=5)
+    other = os.open(mount.root / "other", os.O_WRONLY | os.O_CREAT)
+    try:
+        without = 0
+        while all(each.exists() for each in kept):
+            assert os.write(other, piece(without)) == MEBIBYTE
+            without += 1
+        gone = [each.exists() for each in kept]
+        assert gone == sorted(gone), "the oldest go first"
+        count = fill(other, first=without)
+        assert count - without >= 20, "what they held was used before a write was refused"
+        assert not any(each.exists() for each in kept)
+    finally:
+        os.close(other)
+    mount.flush()
+    assert_pieces(mount.root / "other", count)
+    assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=5))
+
+
+def test_allocation_copies_and_names_make_former_contents_give_way(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    mount, _devices = small
+    path = mount.root / "model.pt"
+    kept = keep_former(mount, path, count=8)
+    fd = os.open(mount.root / "allocated", os.O_RDWR | os.O_CREAT)
+    try:
+        free_bytes = os.statvfs(mount.root).f_bavail * os.statvfs(mount.root).f_frsize
+        os.posix_fallocate(fd, 0, free_bytes + 10 * MEBIBYTE)
+        assert not kept[0].exists()
+        assert kept[-1].exists()
+        os.pwrite(fd, piece(1), 0)
+        end = free_bytes + 10 * MEBIBYTE
+        for _ in range(6):
+            end += os.copy_file_range(fd, fd, MEBIBYTE, 0, end)
+    finally:
+        os.close(fd)
+    mount.flush()
+    assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=8))
+
+
+def test_replace_inplace_needs_the_space_of_one(small: tuple[Mount, FaultyDevices]) -> None:
+    mount, _devices = small
+    path = mount.root / "model.pt"
+    with path.open("wb") as file:
+        count = fill(file.fileno())
+        file.truncate(count // 4 * 3 * MEBIBYTE)
+    mount.flush()
+    check_fpfs("policy", "set", mount.root, "replace=inplace", module="fpfs.cli.ctl")
+    for seed in range(3):
+        content = random_bytes(count // 4 * 3 * MEBIBYTE, seed=seed)
+        path.write_bytes(content)
+        assert_same(path.read_bytes(), content)
+    mount.flush()

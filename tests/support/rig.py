@@ -23,8 +23,10 @@ from fpfs.daemon.inodes import Inode, InodeTable
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.namespace_directories import Listed
 from fpfs.daemon.namespace_entries import Caller
+from fpfs.daemon.policies import Policies
 from fpfs.daemon.requests import Requests
 from fpfs.daemon.takeover import TakeOver
+from fpfs.daemon.versions import Versions
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 
 ROOT = 1
@@ -57,11 +59,16 @@ class Rig:
         self.engine = MemoryEngine(config, devices=devices)
         policy = Policy(devices=(0, 1), chunk_bytes=65536, ack=ack)
         self.inodes = InodeTable(catalog=self.catalog, engine=self.engine)
+        self.policies = Policies(self.catalog)
+        self.versions = Versions(
+            catalog=self.catalog, engine=self.engine, inodes=self.inodes, policies=self.policies
+        )
         self.commit = Commit(
             catalog=self.catalog,
             engine=self.engine,
             inodes=self.inodes,
             ack=ack,
+            versions=self.versions,
             is_whole=policy.is_whole,
             durable_within_s=durable_within_s,
         )
@@ -73,6 +80,7 @@ class Rig:
             commit=self.commit,
             requests=self.requests,
             policy=policy,
+            versions=self.versions,
             device_paths={0: folder, 1: folder},
         )
 
@@ -157,6 +165,8 @@ class Rig:
 
     async def take_over(self, *, is_successor: bool) -> None:
         """Begin as a server does: with or without the kernel's connection of the one before."""
+        await self.policies.load()
+        await self.versions.load()
         work = TakeOver(
             catalog=self.catalog,
             engine=self.engine,

@@ -1,0 +1,93 @@
+"""``fpfs-ctl versions`` and ``restore``: former contents of a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.table import Table
+
+from fpfs.cli.show import open_console
+from fpfs.core.control import ControlClient, Request, Verb, VersionsShown, find_fpfs
+from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.core.units import format_size
+
+Json = Annotated[bool, Parameter(negative="", show_default=False)]
+
+
+def versions(path: str, /, *, json: Json = False) -> int:
+    """List the former contents of the file at PATH that are kept, the oldest first.
+
+    A policy says how many are (fpfs-ctl policy set DIRECTORY versions=N). Each can be read where
+    the table says, below the mountpoint, and put back with fpfs-ctl restore.
+
+    Parameters
+    ----------
+    json
+        Print them as JSON; sizes in bytes, times in seconds since 1970.
+    """
+    shown = _ask(Verb.VERSIONS, path, asked=f"versions of {path}")
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
+        return 0
+    table = Table("version", "size", "written", "replaced", "to be read at")
+    for each in shown.versions:
+        table.add_row(
+            f"{os.path.basename(path)}@{each.number}",
+            format_size(each.size),
+            _when(each.time_unix_s),
+            _when(each.replaced_unix_s),
+            each.path,
+        )
+    open_console().print(table)
+    return 0
+
+
+def restore(version: str, /) -> int:
+    """Put a former content back: VERSION is PATH@NUMBER, as fpfs-ctl versions shows it.
+
+    It takes the place of the present content, which becomes a former one, and is durable when the
+    command returns. Nothing is copied. Who has the file open goes on with what he has.
+    """
+    path, sign, number = version.rpartition("@")
+    asked = f"restore {version}"
+    is_number = number.isascii() and number.isdecimal() and len(number) < 10
+    if not sign or not is_number:
+        raise Refused(
+            asked=asked,
+            wrong="this names no version",
+            remedy="write PATH@NUMBER, as fpfs-ctl versions PATH shows it",
+        )
+    shown = _ask(Verb.RESTORE, path, asked=asked, number=int(number))
+    last = shown.versions[-1].number if shown.versions else 0
+    name = os.path.basename(path)
+    rest = f"; what it held is {name}@{last}" if last else ""
+    sys.stdout.write(f"{path}: holds {name}@{number} again{rest}\n")
+    return 0
+
+
+def _ask(verb: Verb, path: str, *, asked: str, number: int = 0) -> VersionsShown:
+    refuse_empty(path, what="path", asked=asked)
+    entry = find_fpfs(path, asked=asked)
+    directory, name = os.path.split(path)
+    with ControlClient(entry, asked=asked) as client:
+        try:
+            if not os.path.lexists(path):
+                raise Refused(
+                    asked=asked, wrong=f"{path} does not exist", remedy="name a file on the mount"
+                )
+            ino = os.stat(directory or ".").st_ino
+        except OSError as error:
+            raise Refused(
+                asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
+            ) from None
+        request = Request(verb=verb, ino=ino, name=os.fsencode(name), number=number)
+        return client.ask_with(request, VersionsShown)
+
+
+def _when(time_unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_unix_s))
