@@ -25,13 +25,15 @@ from typing import NamedTuple
 
 from fpfs.core.refusal import Refused
 from fpfs.daemon.places import ARENA_FOLDER
-from fpfs.testing.mounted import REPOSITORY, mounted
+from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
 from tests.crash.disk import Disk, Names, write_image
 from tests.crash.disk_file import Style, Tally
 from tests.crash.image import MountedImage, MountRefused, Violation, check_at_rest, check_log
 from tests.crash.kill import kill_server
 from tests.crash.promises import (
+    Found,
     History,
+    broken_former_content,
     broken_promise,
     dangling_pointer,
     look,
@@ -139,6 +141,9 @@ def record(folder: Path, *, programs: int, seed: int, steps: int, kills: int = 0
         parent=folder,
         environment=environment,
     ) as mount:
+        if seed % 2:
+            # What is kept must not be lost either, nor the space of what is not.
+            check_fpfs("policy", "set", mount.root, "versions=2", module="fpfs.cli.ctl")
         library = environment["LD_PRELOAD"]
         started = [
             _start_program(mount.root, library, log, [program, programs, seed, steps])
@@ -279,6 +284,7 @@ def check(images: Sequence[Path], folder: Path, *, histories: dict[int, History]
             if not broken and pointer in found:
                 content = (image.root / pointer).read_bytes()
                 broken = dangling_pointer(history, found, pointer=pointer, content=content)
+            broken = broken or broken_former_content(history, look_at_former(image.root, program))
             if broken:
                 raise Violation(f"program {program}: {broken}")
         new = image.root / "new"
@@ -287,6 +293,12 @@ def check(images: Sequence[Path], folder: Path, *, histories: dict[int, History]
         assert new.read_bytes() == b"after the cut"
     check_log(image)
     check_at_rest(images)
+
+
+def look_at_former(root: Path, program: int) -> dict[str, Found]:
+    """The former contents of a program's names, by path from the mount's root."""
+    found = look(root, f".fpfs/versions/program{program}")
+    return {path: each for path, each in found.items() if each.kind == "file"}
 
 
 def images_folder() -> Path:

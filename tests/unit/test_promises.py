@@ -11,6 +11,7 @@ from tests.crash.promises import (
     Entry,
     Found,
     History,
+    broken_former_content,
     broken_promise,
     dangling_pointer,
     names_after,
@@ -181,3 +182,10 @@ def test_a_pointer_names_what_is_whole() -> None:
     assert not names_what_is_whole(b"a", found(a=EMPTY))
     assert not names_what_is_whole(b"a", found())
     assert not names_what_is_whole(b"b", found(a="one"))
+
+
+def test_what_is_kept_must_have_been_whole_once() -> None:
+    told = history(create("a", 1), close(1, "x"), close(1, "y"), close(1, EMPTY))
+    assert broken_former_content(told, found(one="x", two="y")) == ""
+    assert "three" in broken_former_content(told, found(one="x", three="z"))
+    assert "nothing" in broken_former_content(told, found(nothing=EMPTY))
