@@ -15,6 +15,7 @@ for a device is a coroutine.
 
 from __future__ import annotations
 
+import enum
 import errno as errno_module
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -240,6 +241,17 @@ class HandlesReleased(NamedTuple):
     """`Engine.take_released` has something that no request came to take."""
 
 
+class Connection(enum.StrEnum):
+    """A connection to the kernel that is to be served."""
+
+    NEW = "new"
+    LEFT = "left"
+    """Another server served it, and was ended."""
+    LEFT_BY_FAULT = "left by fault"
+    """Another server served it, and died of what it did: perhaps of a request, which the kernel is
+    going to send again. One that several servers died of is answered with EIO."""
+
+
 Event = SyncWrite | LogRecord | ChannelClosed | HandlesReleased
 
 
@@ -375,11 +387,10 @@ class Engine(Protocol):
     def events(self) -> AsyncIterator[Event]:
         """Everything the engine reports, in order; ends after `close`."""
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, connection: Connection) -> int:
         """Start the channel on a /dev/fuse descriptor (taken over); returns the descriptor that
-        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. With `resume`
-        another server served the connection before: the kernel is asked for what it left
-        unanswered."""
+        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. Where another
+        server served the connection before, the kernel is asked for what it left unanswered."""
 
     def statistics(self) -> Mapping[str, object]:
         """Counters and gauges: ``staging`` (bytes_used, bytes_total, pinned), ``devices`` (by
@@ -628,9 +639,9 @@ class NativeEngine:
         async for event in self._receive:
             yield event
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, connection: Connection) -> int:
         """See `Engine.serve`."""
-        return self._native.serve(fuse_fd, directories, resume)
+        return self._native.serve(fuse_fd, directories, connection.value)
 
     def statistics(self) -> Mapping[str, object]:
         """See `Engine.statistics`."""

@@ -29,6 +29,7 @@ import trio
 from fpfs.core.control import Flushed, RecoveryStatus, socket_path
 from fpfs.core.engine import (
     ChannelClosed,
+    Connection,
     Engine,
     HandlesReleased,
     LogRecord,
@@ -236,8 +237,9 @@ class Server:
         """Mount and start the channel; returns the mount's ``major:minor`` and pyfuse3's end."""
         config = self._config
         if self._inherited is not None:
+            left = Connection.LEFT_BY_FAULT if self._inherited.by_fault else Connection.LEFT
             fuse_fd = self._inherited.fuse_fd
-            relay_fd = self._engine.serve(fuse_fd, self._directories, resume=True)
+            relay_fd = self._engine.serve(fuse_fd, self._directories, connection=left)
             return self._inherited.device, relay_fd
         mount = functools.partial(
             mounting.mount,
@@ -250,7 +252,8 @@ class Server:
         assert entry is not None, "fusermount3 said that it mounted"
         mounting.raise_read_ahead(entry.device)
         self._link.hold(device=entry.device, fuse_fd=fuse_fd, lock_fds=self._devices.lock_fds)
-        return entry.device, self._engine.serve(fuse_fd, self._directories, resume=False)
+        new = Connection.NEW
+        return entry.device, self._engine.serve(fuse_fd, self._directories, connection=new)
 
     async def _serve_names(self, ready: Callable[[], None], relay_fd: int) -> None:
         """Let pyfuse3 answer until the connection has ended."""

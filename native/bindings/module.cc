@@ -296,8 +296,12 @@ void bind_plane(nb::class_<Engine>& type) {
              engine.report_damage(ino, block, Place{object, object_block, device, false});
            })
       .def("serve",
-           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
-             Result<int> result = engine.serve(fd, std::move(directories), resume);
+           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories,
+              const std::string& connection) {
+             Result<int> result = engine.serve(fd, std::move(directories),
+                                               connection == "new"    ? Connection::New
+                                               : connection == "left" ? Connection::Left
+                                                                      : Connection::LeftByFault);
              check(result.status());
              return result.value();
            })

@@ -21,6 +21,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -76,10 +77,15 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  // Starts the threads; the descriptor that pyfuse3 is to read. With `init`, the kernel's INIT of a
-  // connection that another process served: pyfuse3 gets it again, and the kernel is asked for what
-  // nobody has answered.
-  Result<int> start(uint32_t threads, const std::optional<fuse_init_in>& init);
+  // A connection that another process served.
+  struct Resumed {
+    fuse_init_in init{};
+    bool after_fault = false;         // that process died of what it did
+    std::vector<uint64_t> condemned;  // uniques of requests that are not to be tried again
+  };
+  // Starts the threads; the descriptor that pyfuse3 is to read. Of a connection that is resumed
+  // pyfuse3 gets the INIT again, and the kernel is asked for what nobody has answered.
+  Result<int> start(uint32_t threads, std::optional<Resumed> resumed);
   // Closes the connection's descriptors and joins the threads.
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
@@ -127,7 +133,11 @@ class Channel {
   void forget_stream(Receiver& r, uint64_t ino);
   void end_lease(Receiver& r);
   void give_spare(Receiver& r);
+  void handle(Receiver& r, size_t received);
   void dispatch(Receiver& r, size_t received);
+  bool receive_one_by_one(Receiver& r) EXCLUDES(relay_mutex_);
+  void wait_answered(uint64_t unique, std::chrono::steady_clock::time_point until);
+  bool refuse_condemned(const FuseRequest& request);
 
   void handle_write(Receiver& r, const FuseRequest& request);
   static void gather(Receiver& r, size_t bytes);
@@ -166,7 +176,7 @@ class Channel {
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
   bool resume();
-  bool wait_resumed() EXCLUDES(relay_mutex_);
+  bool wait_resumed(bool first) EXCLUDES(relay_mutex_);
   void wake_relay();
   bool relay_replies();
   void flush_backlog() EXCLUDES(relay_mutex_);
@@ -182,6 +192,7 @@ class Channel {
   Engine& engine_;
   const int fuse_fd_;
   const std::shared_ptr<KnownDirectories> directories_;
+  std::vector<uint64_t> condemned_;  // written before the threads start
   int socket_ = -1;
   int stop_fd_ = -1;   // readable from stop() on
   int relay_fd_ = -1;  // wakes the relay thread
@@ -203,7 +214,8 @@ class Channel {
   Mutex relay_mutex_;
   std::unordered_map<uint64_t, uint32_t> watched_ GUARDED_BY(relay_mutex_);
   fuse_init_in kernel_init_ GUARDED_BY(relay_mutex_){};
-  bool resuming_ GUARDED_BY(relay_mutex_) = false;  // until pyfuse3 has answered INIT
+  bool resuming_ GUARDED_BY(relay_mutex_) = false;    // until pyfuse3 has answered INIT
+  bool one_by_one_ GUARDED_BY(relay_mutex_) = false;  // the first thread alone receives
   CondVar resumed_ GUARDED_BY(relay_mutex_);
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 

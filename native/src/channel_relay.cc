@@ -171,10 +171,11 @@ bool Channel::resume() {
   return true;
 }
 
-// Nothing is received from the kernel before that. False when the channel ends.
-bool Channel::wait_resumed() {
+// Nothing is received from the kernel before that, and by other threads than the `first` not before
+// what comes one by one. False when the channel ends.
+bool Channel::wait_resumed(bool first) {
   const MutexLock lock(relay_mutex_);
-  while (resuming_ && !stopping_) resumed_.wait(relay_mutex_);
+  while ((resuming_ || (one_by_one_ && !first)) && !stopping_) resumed_.wait(relay_mutex_);
   return !stopping_;
 }
 
@@ -234,6 +235,7 @@ bool Channel::relay_replies() {
     if (::write(fuse_fd_, buffer.data(), bytes) < 0 && errno != ENOENT && errno != ENODEV) {
       engine_.log(40, "reply of pyfuse3 to the kernel: " + std::string(std::strerror(errno)));
     }
+    engine_.arena().requests().answered(header.unique);
   }
 }
 

@@ -31,6 +31,10 @@ class KnownDirectories;
 
 enum class Ack { Early, Close, Durable };
 
+// A connection that is to be served: a new one, or one that another process served, which was
+// ended, or ended by a fault of its own.
+enum class Connection { New, Left, LeftByFault };
+
 struct EngineConfig {
   std::vector<std::pair<uint16_t, std::string>> devices;  // number, objects directory
   std::string arena_path;
@@ -184,8 +188,9 @@ class Engine : public Plane {
   uint64_t verify(std::vector<StoredRange> ranges) EXCLUDES(verify_mutex_);
 
   // `directories`: what the channel may say of them by itself.
-  // `resume`: another process served the connection, and the arena knows it.
-  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume);
+  // One that another process served is known to the arena.
+  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories,
+                    Connection connection);
   void complete_write(uint64_t ticket, int error);
   Channel* channel() { return channel_.get(); }
   ReadBuffers& read_buffers() { return *read_buffers_; }
