@@ -299,6 +299,9 @@ class Engine(Protocol):
     def abandon(self, ino: int) -> None:
         """Forget what is left of an inode that does not exist any more."""
 
+    async def known(self, ino: int) -> bool:
+        """Whether the kernel refers to an inode: True where it cannot say. After `serve`."""
+
     def held_objects(self) -> Sequence[ObjectId]:
         """Objects of all loaded inodes, whether the catalog knows of them or not."""
 
@@ -521,6 +524,14 @@ class NativeEngine:
     def abandon(self, ino: int) -> None:
         """See `Engine.abandon`."""
         self._native.abandon(ino)
+
+    async def known(self, ino: int) -> bool:
+        """See `Engine.known`."""
+        try:
+            await self._completion(self._native.find_out_known(ino))
+        except FileNotFoundError:
+            return False
+        return True
 
     def held_objects(self) -> Sequence[ObjectId]:
         """See `Engine.held_objects`."""

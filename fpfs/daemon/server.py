@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -140,7 +140,7 @@ class Server:
 
         Returns what could not be kept, after everything was closed and the devices unlocked.
         """
-        await self._take_over()
+        let_go = await self._take_over()
         device, relay_fd = await self._mount()
         ending = Ending(
             device=device,
@@ -161,7 +161,7 @@ class Server:
                 await nursery.start(control.serve)
                 await nursery.start(ending.watch_signals)
                 nursery.start_soon(ending.watch_keeper)
-                final = await self._serve(ready, ending, relay_fd)
+                final = await self._serve(ready, ending, relay_fd, let_go)
                 self._link.ending()
             except Exception as error:  # noqa: BLE001 (another server takes over)
                 self._die(error)
@@ -176,8 +176,8 @@ class Server:
             nursery.cancel_scope.cancel()
         return final
 
-    async def _take_over(self) -> None:
-        """Take over what a server that died left, if one did."""
+    async def _take_over(self) -> Callable[[], Awaitable[None]]:
+        """Take over what a server that died left, if one did; returns what is left to do of it."""
         work = TakeOver(
             catalog=self._catalog,
             engine=self._engine,
@@ -204,6 +204,7 @@ class Server:
                 taken.changed,
                 taken.closed,
             )
+        return functools.partial(work.let_go, taken.kept)
 
     async def _collect_orphans(self) -> None:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
@@ -220,10 +221,17 @@ class Server:
         logging.shutdown()
         os._exit(EXIT_DIED)
 
-    async def _serve(self, ready: Callable[[], None], ending: Ending, relay_fd: int) -> Flushed:
+    async def _serve(
+        self,
+        ready: Callable[[], None],
+        ending: Ending,
+        relay_fd: int,
+        let_go: Callable[[], Awaitable[None]],
+    ) -> Flushed:
         """Serve names and bytes until the connection ends, then drain."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
+            nursery.start_soon(let_go)
             nursery.start_soon(self._relay_events, ending)
             if not self._catalog.ended_cleanly:
                 nursery.start_soon(self._collect_orphans)

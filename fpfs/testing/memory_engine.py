@@ -458,6 +458,10 @@ class MemoryEngine:
         """Note what the kernel is to forget."""
         self.calls.append(("invalidate", ino))
 
+    async def known(self, ino: int) -> bool:  # noqa: ARG002
+        """Nobody asks a kernel."""
+        return True
+
     def invalidate_name(self, directory: int, name: bytes) -> None:
         """Note what the kernel is to forget."""
         self.calls.append(("invalidate_name", directory, name))

@@ -246,6 +246,7 @@ void bind_takeover(nb::class_<Engine>& type) {
            })
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
+      .def("find_out_known", &Engine::find_out_known, nb::call_guard<nb::gil_scoped_release>())
       .def("held_objects", &Engine::held_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("forget_handle",
            [](Engine& engine, uint64_t handle) { engine.arena().forget_handle(handle); })

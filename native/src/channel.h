@@ -91,7 +91,9 @@ class Channel {
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
   // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
   void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
-  // The same for what the kernel knows of a name, present or absent.
+  // Tells `then`, in that thread, whether the kernel refers to an inode: true where it cannot say.
+  void find_out(uint64_t ino, std::function<void(bool known)> then) EXCLUDES(notify_mutex_);
+  // Drops what the kernel knows of a name, present or absent.
   void invalidate_name(uint64_t directory, std::string name) EXCLUDES(notify_mutex_);
   const ChannelStatistics& statistics() const { return statistics_; }
 
@@ -183,7 +185,7 @@ class Channel {
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
 
   void notify_loop();
-  void notify(int code, std::vector<iovec> body);
+  int notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
   void reply_done(const Done& done);
@@ -229,7 +231,8 @@ class Channel {
   struct Notification {
     uint64_t ino;  // of the directory, when there is a name
     std::string name;
-    std::function<void()> then;
+    int64_t offset;                       // pages from here on are dropped; none if it is negative
+    std::function<void(int error)> then;  // ENOENT: the kernel knows no such inode or name
   };
   Mutex notify_mutex_;
   CondVar notify_wanted_;

@@ -229,6 +229,17 @@ void Engine::invalidate(uint64_t ino) {
   if (channel_ != nullptr) channel_->invalidate(ino, [] {});
 }
 
+uint64_t Engine::find_out_known(uint64_t ino) {
+  const uint64_t ticket = next_ticket();
+  const auto told = [this, ticket](bool known) { post(DoneEvent{ticket, known ? 0 : ENOENT}); };
+  if (channel_ != nullptr) {
+    channel_->find_out(ino, told);
+  } else {
+    told(true);
+  }
+  return ticket;
+}
+
 void Engine::invalidate_name(uint64_t directory, std::string name) {
   if (channel_ != nullptr) channel_->invalidate_name(directory, std::move(name));
 }

@@ -158,6 +158,8 @@ class Engine : public Plane {
   // The kernel forgets attributes and pages of an inode, or that a name is (or is not) there.
   void invalidate(uint64_t ino);
   void invalidate_name(uint64_t directory, std::string name);
+  // Done with ENOENT when the kernel does not refer to the inode (any more).
+  uint64_t find_out_known(uint64_t ino);
   // `request`: number of the request that the handle is the answer to, 0 if that does not matter.
   Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request = 0)
       EXCLUDES(table_mutex_);

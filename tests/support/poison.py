@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fpfs.testing.mounted import REPOSITORY, Mount, mounted
 
+TIMEOUT_S = 60
 HOOK = REPOSITORY / "tests" / "support" / "poison_hook"
 
 
@@ -30,6 +32,13 @@ class Orders:
         made = self.folder / f".{name}"
         made.write_text(how)
         made.rename(self.folder / name)
+
+    def wait_met(self, name: str) -> None:
+        """Return when a server has come to such a request."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (self.folder / f"{name}.met").exists():
+            assert time.monotonic() < deadline_s, f"no server got a request for user.{name}"
+        (self.folder / f"{name}.met").unlink()
 
     def take_back(self, name: str) -> None:
         """Let them, and what waits, go on as they would."""

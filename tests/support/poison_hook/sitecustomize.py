@@ -51,6 +51,8 @@ async def meet(name: bytes) -> None:
     """Do what is to become of a request."""
     order = order_about(name)
     how = read(order)
+    if how:
+        order.with_name(f"{order.name}.met").touch()
     if how == "wait":
         await trio.to_thread.run_sync(wait_until_taken_back, order)
     elif how == "block":
