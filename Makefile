@@ -131,7 +131,7 @@ fuzz: setup $(STAMPS)/tools-fuzz ## Fuzz the parser of FUSE requests (clang), FU
 
 KILLS ?= 200
 .PHONY: kill
-kill: setup ## Kill the server KILLS times under programs that use the mount
+kill: setup ## Kill the server KILLS times, and what else can happen to it, under saving programs
 	$(VENV)/bin/python -m tests.crash.kill --kills $(KILLS)
 
 CUTS ?= 2000

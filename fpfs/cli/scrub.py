@@ -24,7 +24,6 @@ from fpfs.core.control import (
     Scrubbed,
     ScrubCursor,
     ScrubStep,
-    ServerEnded,
     Verb,
     find_fpfs,
 )
@@ -36,9 +35,6 @@ STEP_BYTES_MAX = 32 * 1024 * 1024
 STEP_BYTES_MIN = 64 * 1024
 STEPS_A_SECOND = 8
 """At a given rate, so that the devices are read evenly."""
-
-SERVERS_A_STEP_MAX = 3
-"""Servers that may end while they look at one step."""
 
 
 class ScrubReport(msgspec.Struct, kw_only=True):
@@ -146,8 +142,6 @@ class _Steps:
     """Asks for one step after the other, no faster than at the rate."""
 
     def __init__(self, entry: MountEntry, *, asked: str, bytes_per_s: int | None) -> None:
-        self._entry = entry
-        self._asked = asked
         self._pace = Pace(bytes_per_s)
         self._client = ControlClient(entry, asked=asked)
 
@@ -156,20 +150,11 @@ class _Steps:
         for ino in inos:
             cursor: ScrubCursor | None = ScrubCursor()
             while cursor is not None:
-                done = self._ask(ScrubStep(cursor=cursor, bytes_max=self._pace.step_bytes), ino)
+                step = ScrubStep(cursor=cursor, bytes_max=self._pace.step_bytes)
+                done = self._client.ask(Verb.SCRUB, Scrubbed, ino=ino, scrub=step)
                 cursor = done.cursor
                 yield done
                 self._pace.done(done.bytes_checked)
-
-    def _ask(self, step: ScrubStep, ino: int) -> Scrubbed:
-        """Ask the server, or the one that takes over from it."""
-        for _ in range(SERVERS_A_STEP_MAX - 1):
-            try:
-                return self._client.ask(Verb.SCRUB, Scrubbed, ino=ino, scrub=step)
-            except ServerEnded:
-                self._client.close()
-                self._client = ControlClient(self._entry, asked=self._asked)
-        return self._client.ask(Verb.SCRUB, Scrubbed, ino=ino, scrub=step)
 
     def close(self) -> None:
         """Close the connection."""

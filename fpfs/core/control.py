@@ -13,6 +13,7 @@ import contextlib
 import enum
 import errno
 import glob
+import math
 import os
 import select
 import socket
@@ -55,6 +56,16 @@ class Verb(enum.StrEnum):
     Reply: `VersionsShown`."""
     END = "end"
     """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
+
+
+ASKED_AGAIN = frozenset(
+    {Verb.STATUS, Verb.WAIT, Verb.FLUSH, Verb.SCRUB, Verb.END, Verb.POLICY, Verb.VERSIONS}
+)
+"""What comes to the same when it is asked twice: a client asks the next server where one ends
+without an answer."""
+
+SERVERS_MAX = 5
+"""Servers that may end while they work on one request."""
 
 
 class ScrubStage(enum.StrEnum):
@@ -267,6 +278,9 @@ RESTART_S = 30
 
 CONNECT_AGAIN_S = 0.05
 
+TIMEOUT_S_MIN = 0.001
+"""A socket with a timeout of 0 does not wait at all, nor say that it timed out."""
+
 
 class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
@@ -379,19 +393,23 @@ class ServerEnded(Refused):
 
 
 class ControlClient:
-    """A connection to the server of one mount."""
+    """A connection to the server of one mount, and to the one after it when that dies."""
 
     def __init__(self, entry: MountEntry, *, asked: str) -> None:
         """Connect; raises `Refused` when no server of the mount's owner listens."""
         self._asked = asked
+        self._entry = entry
         self._mountpoint = entry.mountpoint
-        self._socket = self._connect(entry)
-        self._lines = self._socket.makefile("rb")
-        self._server_fd = _open_process(peer(self._socket).pid)
+        self._request: Request | None = None
+        self._use(self._connect(entry, deadline_s=time.monotonic() + RESTART_S))
 
-    def _connect(self, entry: MountEntry) -> socket.socket:
+    def _use(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._lines = connection.makefile("rb")
+        self._server_fd = _open_process(peer(connection).pid)
+
+    def _connect(self, entry: MountEntry, *, deadline_s: float) -> socket.socket:
         """Connect; waits for a server that is being replaced."""
-        deadline_s = time.monotonic() + RESTART_S
         while True:
             connection = self._try_connect(entry)
             if connection is not None:
@@ -434,19 +452,23 @@ class ControlClient:
     ) -> Result:
         """Send a request and wait for its result.
 
-        Raises `Refused` with the server's words, when it ends without a reply, and on timeout.
+        Raises `Refused` with the server's words, on timeout, and when the mount ends without a
+        reply. A server that dies is none to give up for: what is in `ASKED_AGAIN` the next one is
+        asked.
         """
         self.send(verb, ino=ino, scrub=scrub)
         return self.receive(kind, timeout_s=timeout_s)
 
     def ask_with(self, request: Request, kind: type[Result]) -> Result:
         """Send a request that has more to say and wait for its result. Raises as `ask` does."""
+        self._request = request
         self._send(request)
         return self.receive(kind)
 
     def send(self, verb: Verb, *, ino: int = 0, scrub: ScrubStep | None = None) -> None:
         """Send a request without waiting; `receive` gets its result, or learns that it failed."""
-        self._send(Request(verb=verb, ino=ino, scrub=scrub or ScrubStep()))
+        self._request = Request(verb=verb, ino=ino, scrub=scrub or ScrubStep())
+        self._send(self._request)
 
     def _send(self, request: Request) -> None:
         with contextlib.suppress(ConnectionError):
@@ -454,7 +476,33 @@ class ControlClient:
 
     def receive(self, kind: type[Result], *, timeout_s: float | None = None) -> Result:
         """Wait for the result of what was sent. Raises as `ask` does."""
-        self._socket.settimeout(timeout_s)
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for _ in range(SERVERS_MAX - 1):
+            try:
+                return self._receive(kind, timeout_s, deadline_s=deadline_s)
+            except ServerEnded:
+                if not self._ask_next(deadline_s):
+                    raise
+        return self._receive(kind, timeout_s, deadline_s=deadline_s)
+
+    def _ask_next(self, deadline_s: float) -> bool:
+        """Ask the next server again; False where there is none, or it must not be."""
+        if self._request is None or self._request.verb not in ASKED_AGAIN:
+            return False
+        restart_s = time.monotonic() + RESTART_S
+        try:
+            connection = self._connect(self._entry, deadline_s=min(deadline_s, restart_s))
+        except Refused:
+            return False
+        self.close()
+        self._use(connection)
+        self._send(self._request)
+        return True
+
+    def _receive(self, kind: type[Result], timeout_s: float | None, *, deadline_s: float) -> Result:
+        self._socket.settimeout(
+            None if timeout_s is None else max(deadline_s - time.monotonic(), TIMEOUT_S_MIN)
+        )
         try:
             line = self._lines.readline(LINE_BYTES_MAX)
         except TimeoutError:

@@ -15,6 +15,7 @@ for a device is a coroutine.
 
 from __future__ import annotations
 
+import enum
 import errno as errno_module
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -247,6 +248,17 @@ class HandlesReleased(NamedTuple):
     """`Engine.take_released` has something that no request came to take."""
 
 
+class Connection(enum.StrEnum):
+    """A connection to the kernel that is to be served."""
+
+    NEW = "new"
+    LEFT = "left"
+    """Another server served it, and was ended."""
+    LEFT_BY_FAULT = "left by fault"
+    """Another server served it, and died of what it did: perhaps of a request, which the kernel is
+    going to send again. One that several servers died of is answered with EIO."""
+
+
 Event = SyncWrite | SpaceWanted | LogRecord | ChannelClosed | HandlesReleased
 
 
@@ -293,6 +305,9 @@ class Engine(Protocol):
 
     def abandon(self, ino: int) -> None:
         """Forget what is left of an inode that does not exist any more."""
+
+    async def known(self, ino: int) -> bool:
+        """Whether the kernel refers to an inode: True where it cannot say. After `serve`."""
 
     def held_objects(self) -> Sequence[ObjectId]:
         """Objects of all loaded inodes, whether the catalog knows of them or not."""
@@ -391,11 +406,10 @@ class Engine(Protocol):
     def events(self) -> AsyncIterator[Event]:
         """Everything the engine reports, in order; ends after `close`."""
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, connection: Connection) -> int:
         """Start the channel on a /dev/fuse descriptor (taken over); returns the descriptor that
-        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. With `resume`
-        another server served the connection before: the kernel is asked for what it left
-        unanswered."""
+        pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. Where another
+        server served the connection before, the kernel is asked for what it left unanswered."""
 
     def statistics(self) -> Mapping[str, object]:
         """Counters and gauges: ``staging`` (bytes_used, bytes_total, pinned), ``devices`` (by
@@ -529,6 +543,14 @@ class NativeEngine:
         """See `Engine.abandon`."""
         self._native.abandon(ino)
 
+    async def known(self, ino: int) -> bool:
+        """See `Engine.known`."""
+        try:
+            await self._completion(self._native.find_out_known(ino))
+        except FileNotFoundError:
+            return False
+        return True
+
     def held_objects(self) -> Sequence[ObjectId]:
         """See `Engine.held_objects`."""
         return [ObjectId(*key) for key in self._native.held_objects()]
@@ -654,9 +676,9 @@ class NativeEngine:
         async for event in self._receive:
             yield event
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories, *, resume: bool) -> int:
+    def serve(self, fuse_fd: int, directories: KnownDirectories, *, connection: Connection) -> int:
         """See `Engine.serve`."""
-        return self._native.serve(fuse_fd, directories, resume)
+        return self._native.serve(fuse_fd, directories, connection.value)
 
     def statistics(self) -> Mapping[str, object]:
         """See `Engine.statistics`."""

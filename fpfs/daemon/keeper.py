@@ -49,6 +49,20 @@ DESCRIPTORS_MAX = 253
 
 _MESSAGE_BYTES_MAX = 4096
 
+FAULTS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    }
+)
+"""Signals that a server gets for what it does itself. Others are sent: by an operator, or by the
+kernel when it needs the memory."""
+
 
 STATE_FORMAT = 1
 """Of `KeeperState`: what a keeper and the program that it executes have to agree upon."""
@@ -91,6 +105,8 @@ class Inherited(NamedTuple):
     fuse_fd: int
     lock_fds: tuple[int, ...]
     restarts: int
+    by_fault: bool
+    """Whether that one died of what it did, and was not ended."""
 
 
 class KeeperLink:
@@ -126,6 +142,11 @@ class KeeperLink:
         """Tell the keeper that this server ends in good order and needs no successor."""
         with contextlib.suppress(ConnectionError, BrokenPipeError):
             self._socket.send(msgspec.json.encode(_Message(notice=Notice.ENDING)))
+
+
+def died_of_fault(status: int) -> bool:
+    """Whether a server ended by a fault of its own: an exit status, or -N for signal N."""
+    return status > 0 or -status in FAULTS
 
 
 Serve = Callable[[KeeperLink, Inherited | None], int]
@@ -166,6 +187,8 @@ class Keeper:
         self._restarts = state.restarts if state else 0
         self._started_unix_s = state.started_unix_s if state else time.time()
         self._pid = 0
+        self._last_status = 0
+        """How the last server ended: its exit status, -N for signal N."""
 
     def run(self) -> int:
         """Keep the mount until it ends; returns the exit status of the last server."""
@@ -178,7 +201,7 @@ class Keeper:
         gc.collect()
         gc.freeze()
         while True:
-            status = self._run_server(wake_reader)
+            status = self._last_status = self._run_server(wake_reader)
             if self._ending or not self._descriptors:
                 return status
             self._restarts += 1
@@ -235,6 +258,7 @@ class Keeper:
                 self._descriptors[0],
                 tuple(self._descriptors[1:]),
                 self._restarts,
+                died_of_fault(self._last_status),
             )
         keeper_pid = os.getpid()
         self._serving = False

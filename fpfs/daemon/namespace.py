@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from fpfs.daemon.versions import Versions
 
 
+HANDLE_BITS = 32
+"""Bits that one server's handles differ in."""
+
+
 class Namespace:
     """Names and attributes of one mounted filesystem."""
 
@@ -79,7 +83,15 @@ class Namespace:
         self._engine = engine
         self._inodes = inodes
         self._space = DeviceSpace(device_paths.values())
-        self.files = Files(engine=engine, inodes=inodes, commit=commit, versions=versions)
+        # The catalog counts servers, so each has handles of its own.
+        handle_first = catalog.object_base << HANDLE_BITS
+        self.files = Files(
+            engine=engine,
+            inodes=inodes,
+            commit=commit,
+            versions=versions,
+            handle_first=handle_first,
+        )
         self.entries = Entries(
             catalog=catalog,
             inodes=inodes,
@@ -90,7 +102,13 @@ class Namespace:
             space=self._space,
             versions=versions,
         )
-        self.directories = Directories(catalog=catalog, engine=engine, inodes=inodes, commit=commit)
+        self.directories = Directories(
+            catalog=catalog,
+            engine=engine,
+            inodes=inodes,
+            commit=commit,
+            handle_first=handle_first,
+        )
         self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes, requests=requests)
 
     def catch_up(self) -> None:

@@ -34,8 +34,8 @@ OFFSET_SELF = 1
 OFFSET_PARENT = 2
 BATCH_ENTRIES = 64
 
-HANDLE_FIRST = 1 << 48
-"""Handles of directories begin here, those of files at 1: the engine records both."""
+HANDLE_FIRST = 1 << 62
+"""Handles of directories begin here, those of files below: the engine records both."""
 
 
 class Listed(NamedTuple):
@@ -60,15 +60,21 @@ class Directories:
     """All open directories."""
 
     def __init__(
-        self, *, catalog: Catalog, engine: Engine, inodes: InodeTable, commit: Commit
+        self,
+        *,
+        catalog: Catalog,
+        engine: Engine,
+        inodes: InodeTable,
+        commit: Commit,
+        handle_first: int,
     ) -> None:
-        """Start without open directories."""
+        """Start without open directories; of `handle_first` holds what it does of files."""
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
         self._commit = commit
         self._handles: dict[int, _Handle] = {}
-        self._numbers = itertools.count(HANDLE_FIRST)
+        self._numbers = itertools.count(HANDLE_FIRST + handle_first)
         self._unanswered: dict[int, int] = {}
         """Handles of a server that died, by the numbers of the requests that asked for them."""
 
@@ -96,7 +102,6 @@ class Directories:
         inode.users += 1
         inode.handles += 1
         self._handles[handle] = _Handle(inode)
-        self._numbers = itertools.count(max(next(self._numbers), handle + 1))
 
     async def read(self, handle: int, offset: int, emit: Callable[[Listed], bool]) -> None:
         """List entries behind `offset` (0: from the start) until `emit` returns False.

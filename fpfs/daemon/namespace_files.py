@@ -52,15 +52,25 @@ class Files:
     """All open files."""
 
     def __init__(
-        self, *, engine: Engine, inodes: InodeTable, commit: Commit, versions: Versions
+        self,
+        *,
+        engine: Engine,
+        inodes: InodeTable,
+        commit: Commit,
+        versions: Versions,
+        handle_first: int,
     ) -> None:
-        """Start without open files."""
-        self._versions = versions
+        """Start without open files; `handle_first` is the number of the next one that is opened.
+
+        No server of the same connection may have given it out or a larger one, released or not:
+        the kernel sends a RELEASE again that a server which died had carried out.
+        """
         self._engine = engine
         self._inodes = inodes
         self._commit = commit
+        self._versions = versions
         self._handles: dict[int, _Handle] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(handle_first)
         self._unanswered: dict[int, int] = {}
         """Handles of a server that died, by the numbers of the requests that asked for them."""
         self.writers = 0
@@ -129,7 +139,6 @@ class Files:
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         self._engine.adopt(handle, inode.ino, flags=flags)
         self._handles[handle] = _Handle(inode, writable)
-        self._numbers = itertools.count(max(next(self._numbers), handle + 1))
         inode.users += 1
         inode.handles += 1
         if writable:

@@ -101,6 +101,17 @@ class TakeOver:
             self._inodes.release(inode)
         return Taken(handles=adopted, changed=len(changed), closed=closed, kept=kept)
 
+    async def let_go(self, unnamed: frozenset[int]) -> None:
+        """Delete inodes without a name that the kernel has forgotten; after the mount answers.
+
+        The server that died may have taken the kernel's word of that, which comes only once.
+        """
+        for ino in unnamed:
+            is_known = await self._engine.known(ino)
+            inode = self._inodes.cached(ino)
+            if not is_known and inode is not None and inode.lookups == LOOKUPS_UNKNOWN:
+                self._inodes.forget(ino, LOOKUPS_UNKNOWN)
+
     async def _recover_all(
         self, left: Sequence[LeftChanges], *, gone: frozenset[int]
     ) -> list[tuple[Inode, int]]:

@@ -24,6 +24,7 @@ from fpfs.core.engine import (
     BLOCK_BYTES,
     INLINE_BYTES_MAX,
     SEGMENT_BLOCKS,
+    Connection,
     Damage,
     EngineConfig,
     Event,
@@ -460,6 +461,10 @@ class MemoryEngine:
         """Note what the kernel is to forget."""
         self.calls.append(("invalidate", ino))
 
+    async def known(self, ino: int) -> bool:  # noqa: ARG002
+        """Nobody asks a kernel."""
+        return True
+
     def invalidate_name(self, directory: int, name: bytes) -> None:
         """Note what the kernel is to forget."""
         self.calls.append(("invalidate_name", directory, name))
@@ -523,7 +528,13 @@ class MemoryEngine:
         async for event in self._events_out:
             yield event
 
-    def serve(self, fuse_fd: int, directories: KnownDirectories) -> int:  # noqa: ARG002
+    def serve(
+        self,
+        fuse_fd: int,  # noqa: ARG002
+        directories: KnownDirectories,  # noqa: ARG002
+        *,
+        connection: Connection,  # noqa: ARG002
+    ) -> int:
         """There is no channel in memory."""
         raise OSError(errno.ENOSYS, "the memory engine serves no kernel")
 

@@ -248,6 +248,7 @@ void bind_takeover(nb::class_<Engine>& type) {
            })
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
+      .def("find_out_known", &Engine::find_out_known, nb::call_guard<nb::gil_scoped_release>())
       .def("held_objects", &Engine::held_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("forget_handle",
            [](Engine& engine, uint64_t handle) { engine.arena().forget_handle(handle); })
@@ -298,8 +299,12 @@ void bind_plane(nb::class_<Engine>& type) {
              engine.report_damage(ino, block, Place{object, object_block, device, false});
            })
       .def("serve",
-           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
-             Result<int> result = engine.serve(fd, std::move(directories), resume);
+           [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories,
+              const std::string& connection) {
+             Result<int> result = engine.serve(fd, std::move(directories),
+                                               connection == "new"    ? Connection::New
+                                               : connection == "left" ? Connection::Left
+                                                                      : Connection::LeftByFault);
              check(result.status());
              return result.value();
            })

@@ -131,7 +131,9 @@ Result<std::unique_ptr<Arena>> Arena::attach(const Config& config, int fd, Remai
 // Where everything lies, from the number of slots and their size.
 void Arena::lay_out(uint64_t slot_count) {
   handles_at_ = round_up(kSlotsAt + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
-  data_at_ = round_up(handles_at_ + arena::kHandlesMax * sizeof(arena::HandleRecord), slot_bytes_);
+  requests_at_ = round_up(handles_at_ + arena::kHandlesMax * sizeof(arena::HandleRecord), kPage);
+  data_at_ =
+      round_up(requests_at_ + arena::kRequestsMax * sizeof(arena::RequestRecord), slot_bytes_);
   fixed_bytes_ = data_at_ + slot_count * slot_bytes_;
   mapped_bytes_ = fixed_bytes_ + 2 * kJournalAreaBytes;
 }
@@ -148,6 +150,7 @@ void Arena::pin(std::string* warning) {
 void Arena::set_up_slots(uint64_t slot_count) {
   slot_records_ = reinterpret_cast<arena::SlotRecord*>(base_ + kSlotsAt);
   handle_records_ = reinterpret_cast<arena::HandleRecord*>(base_ + handles_at_);
+  requests_ = Requests(reinterpret_cast<arena::RequestRecord*>(base_ + requests_at_));
   data_ = base_ + data_at_;
   slots_ = std::vector<Slot>(slot_count);
   for (uint64_t i = 0; i < slot_count; ++i) {
@@ -191,8 +194,10 @@ Status Arena::map(const Config& config, std::string* warning) {
   header->tables[0] = {arena::Table::Slots, sizeof(arena::SlotRecord), kSlotsAt, slot_count * 2};
   header->tables[1] = {arena::Table::Handles, sizeof(arena::HandleRecord), handles_at_,
                        arena::kHandlesMax};
-  header->tables[2] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
-  header->tables[3] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
+  header->tables[2] = {arena::Table::Requests, sizeof(arena::RequestRecord), requests_at_,
+                       arena::kRequestsMax};
+  header->tables[3] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
+  header->tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
                        kJournalAreaBytes};
   header->crc = crc32c(0, base_, offsetof(arena::Header, crc));
   return {};

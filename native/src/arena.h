@@ -18,6 +18,7 @@
 #include "arena_format.h"
 #include "block_map.h"
 #include "journal.h"
+#include "requests.h"
 #include "status.h"
 #include "thread_annotations.h"
 
@@ -151,6 +152,7 @@ class Arena {
   std::optional<fuse_init_in> connection() const;
 
   Journal& journal() { return *journal_; }
+  Requests& requests() { return requests_; }
   // Of the last record of any kind.
   uint64_t sequence() const { return sequence_.load() - 1; }
   int fd() const { return fd_; }
@@ -180,6 +182,7 @@ class Arena {
   uint64_t fixed_bytes_ = 0;   // all but the journal
   uint64_t mapped_bytes_ = 0;  // with all that the journal may grow to
   uint64_t handles_at_ = 0;
+  uint64_t requests_at_ = 0;
   uint64_t data_at_ = 0;
   uint64_t slot_bytes_ = 0;
   char* data_ = nullptr;
@@ -189,6 +192,7 @@ class Arena {
   std::vector<Slot> slots_;
   std::atomic<uint64_t> sequence_{1};
   std::unique_ptr<Journal> journal_;
+  Requests requests_;
 
   mutable Mutex mutex_;
   std::vector<Slot*> free_ GUARDED_BY(mutex_);

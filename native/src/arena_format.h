@@ -14,12 +14,14 @@
 namespace fpfs::arena {
 
 inline constexpr uint64_t kMagic = 0x414e455241465046;  // "FPFARENA"
-inline constexpr uint32_t kFormat = 3;
+inline constexpr uint32_t kFormat = 4;
 inline constexpr uint32_t kRangesMax = 8;
 inline constexpr uint32_t kHandlesMax = 64 * 1024;
+inline constexpr uint32_t kRequestsMax = 4096;
+inline constexpr uint32_t kDeathsMax = 5;
 
 // `count` of a journal's area is what it may grow to, in bytes.
-enum class Table : uint32_t { None = 0, Slots = 1, Handles = 2, Journal = 3 };
+enum class Table : uint32_t { None = 0, Slots = 1, Handles = 2, Journal = 3, Requests = 4 };
 
 struct TableEntry {
   Table kind;
@@ -88,6 +90,18 @@ constexpr int signal_of(uint32_t word) {
   const auto number = static_cast<uint16_t>(word >> 16);
   return word == signal_word(number) ? number : 0;
 }
+
+// A request that was taken from the kernel, at the index of half its unique modulo kRequestsMax.
+// `unique` is changed by one store at its receipt, and at its answer; the rest by the server that
+// takes over. There is no CRC: what stands here decides for nothing but that a request which was
+// under way at kDeathsMax deaths is answered with EIO.
+struct RequestRecord {
+  uint64_t unique;                 // as the kernel sent it first; 0: answered
+  uint64_t blamed;                 // the request, this one or an earlier one, that the rest is of
+  uint64_t deaths_ms[kDeathsMax];  // CLOCK_BOOTTIME at the takeovers from servers that it ended
+  uint64_t zero;
+};
+static_assert(sizeof(RequestRecord) == 64);
 
 // The connection that is being served, 1,024 bytes behind the start of the arena.
 struct Connection {

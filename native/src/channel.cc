@@ -89,7 +89,7 @@ Channel::~Channel() {
   ::close(fuse_fd_);
 }
 
-Result<int> Channel::start(uint32_t threads, const std::optional<fuse_init_in>& init) {
+Result<int> Channel::start(uint32_t threads, std::optional<Resumed> resumed) {
   int pair[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) {
     return Status::from_errno("socketpair");
@@ -108,10 +108,12 @@ Result<int> Channel::start(uint32_t threads, const std::optional<fuse_init_in>& 
     }
   }
   socket_ = pair[0];
-  if (init.has_value()) {
+  if (resumed.has_value()) {
     const MutexLock lock(relay_mutex_);
-    kernel_init_ = *init;
+    kernel_init_ = resumed->init;
     resuming_ = true;
+    one_by_one_ = resumed->after_fault;
+    condemned_ = std::move(resumed->condemned);
   }
   receiving_ = std::vector<Receiving>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
@@ -164,19 +166,23 @@ void Channel::receive_loop(int thread) {
     if (epoll_ctl(r->ready.get(), EPOLL_CTL_ADD, fd, &event) != 0) return connection_lost(errno);
   }
   r->lease.thread = thread;
-  if (!wait_resumed()) return;
+  if (!wait_resumed(thread == 0)) return;
   r->landing = landing_pool_.take([] {});
   size_t received = 0;
-  while (r->landing != nullptr && receive(*r, &received)) {
-    latency_.request_came();
-    dispatch(*r, received);
-    if (receiving_[r->thread].turn % 2 == 1) ++receiving_[r->thread].turn;
-    end_lease(*r);
+  if (thread != 0 || receive_one_by_one(*r)) {
+    while (r->landing != nullptr && receive(*r, &received)) handle(*r, received);
   }
   latency_.give_back();
   end_lease(*r);
   give_spare(*r);
   if (r->landing != nullptr) landing_pool_.give(r->landing);
+}
+
+void Channel::handle(Receiver& r, size_t received) {
+  latency_.request_came();
+  dispatch(r, received);
+  if (receiving_[r.thread].turn % 2 == 1) ++receiving_[r.thread].turn;
+  end_lease(r);
 }
 
 // Waits for a request, and passes on what pyfuse3 answers meanwhile. False when the channel ends.
@@ -315,6 +321,8 @@ void Channel::dispatch(Receiver& r, size_t received) {
     engine_.log(40, "malformed request of " + std::to_string(received) + " bytes from the kernel");
     return;
   }
+  if (refuse_condemned(request)) return;
+  if (is_answered(request.opcode())) engine_.arena().requests().taken(request.unique());
   switch (request.opcode()) {
     case FUSE_WRITE:
       r.expecting = true;
@@ -371,6 +379,7 @@ void Channel::reply(uint64_t unique, int error, const void* body, size_t body_by
   if (writev(fuse_fd_, parts, body_bytes > 0 ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV) {
     engine_.log(40, "reply to the kernel: " + std::string(std::strerror(errno)));
   }
+  engine_.arena().requests().answered(unique);
 }
 
 void Channel::reply_done(const Done& done) {

@@ -21,6 +21,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -76,16 +77,23 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  // Starts the threads; the descriptor that pyfuse3 is to read. With `init`, the kernel's INIT of a
-  // connection that another process served: pyfuse3 gets it again, and the kernel is asked for what
-  // nobody has answered.
-  Result<int> start(uint32_t threads, const std::optional<fuse_init_in>& init);
+  // A connection that another process served.
+  struct Resumed {
+    fuse_init_in init{};
+    bool after_fault = false;         // that process died of what it did
+    std::vector<uint64_t> condemned;  // uniques of requests that are not to be tried again
+  };
+  // Starts the threads; the descriptor that pyfuse3 is to read. Of a connection that is resumed
+  // pyfuse3 gets the INIT again, and the kernel is asked for what nobody has answered.
+  Result<int> start(uint32_t threads, std::optional<Resumed> resumed);
   // Closes the connection's descriptors and joins the threads.
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
   // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
   void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
-  // The same for what the kernel knows of a name, present or absent.
+  // Tells `then`, in that thread, whether the kernel refers to an inode: true where it cannot say.
+  void find_out(uint64_t ino, std::function<void(bool known)> then) EXCLUDES(notify_mutex_);
+  // Drops what the kernel knows of a name, present or absent.
   void invalidate_name(uint64_t directory, std::string name) EXCLUDES(notify_mutex_);
   const ChannelStatistics& statistics() const { return statistics_; }
 
@@ -127,7 +135,11 @@ class Channel {
   void forget_stream(Receiver& r, uint64_t ino);
   void end_lease(Receiver& r);
   void give_spare(Receiver& r);
+  void handle(Receiver& r, size_t received);
   void dispatch(Receiver& r, size_t received);
+  bool receive_one_by_one(Receiver& r) EXCLUDES(relay_mutex_);
+  void wait_answered(uint64_t unique, std::chrono::steady_clock::time_point until);
+  bool refuse_condemned(const FuseRequest& request);
 
   void handle_write(Receiver& r, const FuseRequest& request);
   static void gather(Receiver& r, size_t bytes);
@@ -166,14 +178,14 @@ class Channel {
   void send(const iovec* parts, size_t count) EXCLUDES(relay_mutex_);
   void relay_loop();
   bool resume();
-  bool wait_resumed() EXCLUDES(relay_mutex_);
+  bool wait_resumed(bool first) EXCLUDES(relay_mutex_);
   void wake_relay();
   bool relay_replies();
   void flush_backlog() EXCLUDES(relay_mutex_);
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
 
   void notify_loop();
-  void notify(int code, std::vector<iovec> body);
+  int notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
   void reply_done(const Done& done);
@@ -182,6 +194,7 @@ class Channel {
   Engine& engine_;
   const int fuse_fd_;
   const std::shared_ptr<KnownDirectories> directories_;
+  std::vector<uint64_t> condemned_;  // written before the threads start
   int socket_ = -1;
   int stop_fd_ = -1;   // readable from stop() on
   int relay_fd_ = -1;  // wakes the relay thread
@@ -203,7 +216,8 @@ class Channel {
   Mutex relay_mutex_;
   std::unordered_map<uint64_t, uint32_t> watched_ GUARDED_BY(relay_mutex_);
   fuse_init_in kernel_init_ GUARDED_BY(relay_mutex_){};
-  bool resuming_ GUARDED_BY(relay_mutex_) = false;  // until pyfuse3 has answered INIT
+  bool resuming_ GUARDED_BY(relay_mutex_) = false;    // until pyfuse3 has answered INIT
+  bool one_by_one_ GUARDED_BY(relay_mutex_) = false;  // the first thread alone receives
   CondVar resumed_ GUARDED_BY(relay_mutex_);
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 
@@ -217,7 +231,8 @@ class Channel {
   struct Notification {
     uint64_t ino;  // of the directory, when there is a name
     std::string name;
-    std::function<void()> then;
+    int64_t offset;                       // pages from here on are dropped; none if it is negative
+    std::function<void(int error)> then;  // ENOENT: the kernel knows no such inode or name
   };
   Mutex notify_mutex_;
   CondVar notify_wanted_;

@@ -171,10 +171,11 @@ bool Channel::resume() {
   return true;
 }
 
-// Nothing is received from the kernel before that. False when the channel ends.
-bool Channel::wait_resumed() {
+// Nothing is received from the kernel before that, and by other threads than the `first` not before
+// what comes one by one. False when the channel ends.
+bool Channel::wait_resumed(bool first) {
   const MutexLock lock(relay_mutex_);
-  while (resuming_ && !stopping_) resumed_.wait(relay_mutex_);
+  while ((resuming_ || (one_by_one_ && !first)) && !stopping_) resumed_.wait(relay_mutex_);
   return !stopping_;
 }
 
@@ -234,6 +235,7 @@ bool Channel::relay_replies() {
     if (::write(fuse_fd_, buffer.data(), bytes) < 0 && errno != ENOENT && errno != ENODEV) {
       engine_.log(40, "reply of pyfuse3 to the kernel: " + std::string(std::strerror(errno)));
     }
+    engine_.arena().requests().answered(header.unique);
   }
 }
 
@@ -266,13 +268,20 @@ void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) 
 // thread has answered them, or for a directory that somebody changes.
 void Channel::invalidate(uint64_t ino, std::function<void()> then) {
   const MutexLock lock(notify_mutex_);
-  notifications_.push_back({ino, {}, std::move(then)});
+  notifications_.push_back({ino, {}, 0, [then = std::move(then)](int) { then(); }});
+  notify_wanted_.notify_one();
+}
+
+void Channel::find_out(uint64_t ino, std::function<void(bool known)> then) {
+  const MutexLock lock(notify_mutex_);
+  notifications_.push_back(
+      {ino, {}, -1, [then = std::move(then)](int error) { then(error != ENOENT); }});
   notify_wanted_.notify_one();
 }
 
 void Channel::invalidate_name(uint64_t directory, std::string name) {
   const MutexLock lock(notify_mutex_);
-  notifications_.push_back({directory, std::move(name), [] {}});
+  notifications_.push_back({directory, std::move(name), 0, [](int) {}});
   notify_wanted_.notify_one();
 }
 
@@ -286,35 +295,39 @@ void Channel::notify_loop() {
       next = std::move(notifications_.front());
       notifications_.pop_front();
     }
+    int error = 0;
     if (next.name.empty()) {
       fuse_notify_inval_inode_out body{};
       body.ino = next.ino;
-      body.off = 0;
+      body.off = next.offset;
       body.len = -1;
-      notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
+      error = notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
     } else {
       fuse_notify_inval_entry_out body{};
       body.parent = next.ino;
       body.namelen = static_cast<uint32_t>(next.name.size());
       // The name is followed by a zero.
-      notify(FUSE_NOTIFY_INVAL_ENTRY,
-             {{&body, sizeof body}, {next.name.data(), next.name.size() + 1}});
+      error = notify(FUSE_NOTIFY_INVAL_ENTRY,
+                     {{&body, sizeof body}, {next.name.data(), next.name.size() + 1}});
     }
-    next.then();
+    next.then(error);
   }
 }
 
-void Channel::notify(int code, std::vector<iovec> body) {
+// Returns the kernel's errno, or 0.
+int Channel::notify(int code, std::vector<iovec> body) {
   fuse_out_header header{};
   header.len = sizeof header;
   for (const iovec& part : body) header.len += static_cast<uint32_t>(part.iov_len);
   header.error = code;
   body.insert(body.begin(), {&header, sizeof header});
   // ENOENT: the kernel does not know the inode or the name any more, so it has nothing of it.
-  if (writev(fuse_fd_, body.data(), static_cast<int>(body.size())) < 0 && errno != ENOENT &&
-      errno != ENODEV) {
-    engine_.log(40, "telling the kernel of a change: " + std::string(std::strerror(errno)));
+  if (writev(fuse_fd_, body.data(), static_cast<int>(body.size())) >= 0) return 0;
+  const int error = errno;
+  if (error != ENOENT && error != ENODEV) {
+    engine_.log(40, "telling the kernel of a change: " + std::string(std::strerror(error)));
   }
+  return error;
 }
 
 }  // namespace fpfs

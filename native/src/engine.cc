@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 
 #include "channel.h"
 #include "fuse_wire.h"
@@ -41,6 +42,12 @@ struct Countdown {
   std::atomic<int> error{0};
   explicit Countdown(size_t n) : left(n) {}
 };
+
+uint64_t boot_time_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000 + static_cast<uint64_t>(now.tv_nsec) / 1'000'000;
+}
 
 }  // namespace
 
@@ -221,6 +228,17 @@ Status Engine::revert(uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t cti
 
 void Engine::invalidate(uint64_t ino) {
   if (channel_ != nullptr) channel_->invalidate(ino, [] {});
+}
+
+uint64_t Engine::find_out_known(uint64_t ino) {
+  const uint64_t ticket = next_ticket();
+  const auto told = [this, ticket](bool known) { post(DoneEvent{ticket, known ? 0 : ENOENT}); };
+  if (channel_ != nullptr) {
+    channel_->find_out(ino, told);
+  } else {
+    told(true);
+  }
+  return ticket;
 }
 
 void Engine::invalidate_name(uint64_t directory, std::string name) {
@@ -554,14 +572,20 @@ void Engine::relieve_pressure() {
 
 // --- channel ---
 
-Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume) {
+Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories,
+                          Connection connection) {
   channel_ = std::make_unique<Channel>(*this, fuse_fd, std::move(directories));
-  std::optional<fuse_init_in> init;
-  if (resume) {
-    init = arena_->connection();
-    if (!init.has_value()) return Status(ESTALE, "the staging arena knows of no connection");
+  if (connection == Connection::New) {
+    arena_->requests().start_over();
+    return channel_->start(config_.channel_threads, std::nullopt);
   }
-  return channel_->start(config_.channel_threads, init);
+  Channel::Resumed resumed;
+  const std::optional<fuse_init_in> init = arena_->connection();
+  if (!init.has_value()) return Status(ESTALE, "the staging arena knows of no connection");
+  resumed.init = *init;
+  resumed.after_fault = connection == Connection::LeftByFault;
+  resumed.condemned = arena_->requests().end(resumed.after_fault, boot_time_ms()).condemned;
+  return channel_->start(config_.channel_threads, std::move(resumed));
 }
 
 bool Engine::waits_for_room(uint64_t ino, const Outcome& outcome) {

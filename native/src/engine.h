@@ -31,6 +31,10 @@ class KnownDirectories;
 
 enum class Ack { Early, Close, Durable };
 
+// A connection that is to be served: a new one, or one that another process served, which was
+// ended, or ended by a fault of its own.
+enum class Connection { New, Left, LeftByFault };
+
 struct EngineConfig {
   std::vector<std::pair<uint16_t, std::string>> devices;  // number, objects directory
   std::string arena_path;
@@ -159,6 +163,8 @@ class Engine : public Plane {
   // The kernel forgets attributes and pages of an inode, or that a name is (or is not) there.
   void invalidate(uint64_t ino);
   void invalidate_name(uint64_t directory, std::string name);
+  // Done with ENOENT when the kernel does not refer to the inode (any more).
+  uint64_t find_out_known(uint64_t ino);
   // `request`: number of the request that the handle is the answer to, 0 if that does not matter.
   Status open_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request = 0)
       EXCLUDES(table_mutex_);
@@ -189,8 +195,9 @@ class Engine : public Plane {
   uint64_t verify(std::vector<StoredRange> ranges) EXCLUDES(verify_mutex_);
 
   // `directories`: what the channel may say of them by itself.
-  // `resume`: another process served the connection, and the arena knows it.
-  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories, bool resume);
+  // One that another process served is known to the arena.
+  Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories,
+                    Connection connection);
   void complete_write(uint64_t ticket, int error);
   // Whether a change of `ino` that ended so should be tried again when others were woken: there is
   // no space, and something that gives way to it. Python is asked to see to that.

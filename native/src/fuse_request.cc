@@ -3,6 +3,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace fpfs {
 
@@ -43,6 +44,59 @@ int parse_write(const FuseRequest& request, WriteArguments* write) {
   write->direct = (in.flags & O_DIRECT) != 0;
   write->sync = (in.flags & (O_SYNC | O_DSYNC)) != 0;
   return 0;
+}
+
+std::string operation_name(uint32_t opcode) {
+#define FPFS_NAME(name) \
+  { FUSE_##name, #name }
+  static constexpr std::pair<uint32_t, const char*> kNames[] = {
+      FPFS_NAME(LOOKUP),
+      FPFS_NAME(GETATTR),
+      FPFS_NAME(SETATTR),
+      FPFS_NAME(READLINK),
+      FPFS_NAME(SYMLINK),
+      FPFS_NAME(MKNOD),
+      FPFS_NAME(MKDIR),
+      FPFS_NAME(UNLINK),
+      FPFS_NAME(RMDIR),
+      FPFS_NAME(RENAME),
+      FPFS_NAME(LINK),
+      FPFS_NAME(OPEN),
+      FPFS_NAME(READ),
+      FPFS_NAME(WRITE),
+      FPFS_NAME(STATFS),
+      FPFS_NAME(RELEASE),
+      FPFS_NAME(FSYNC),
+      FPFS_NAME(SETXATTR),
+      FPFS_NAME(GETXATTR),
+      FPFS_NAME(LISTXATTR),
+      FPFS_NAME(REMOVEXATTR),
+      FPFS_NAME(FLUSH),
+      FPFS_NAME(INIT),
+      FPFS_NAME(OPENDIR),
+      FPFS_NAME(READDIR),
+      FPFS_NAME(RELEASEDIR),
+      FPFS_NAME(FSYNCDIR),
+      FPFS_NAME(GETLK),
+      FPFS_NAME(SETLK),
+      FPFS_NAME(SETLKW),
+      FPFS_NAME(ACCESS),
+      FPFS_NAME(CREATE),
+      FPFS_NAME(BMAP),
+      FPFS_NAME(DESTROY),
+      FPFS_NAME(IOCTL),
+      FPFS_NAME(POLL),
+      FPFS_NAME(FALLOCATE),
+      FPFS_NAME(READDIRPLUS),
+      FPFS_NAME(RENAME2),
+      FPFS_NAME(LSEEK),
+      FPFS_NAME(COPY_FILE_RANGE),
+  };
+#undef FPFS_NAME
+  for (const auto& [number, name] : kNames) {
+    if (number == opcode) return name;
+  }
+  return "operation " + std::to_string(opcode);
 }
 
 void patch_init_reply(const fuse_init_in& kernel, char* reply, size_t reply_bytes) {

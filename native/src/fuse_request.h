@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "file.h"
 #include "fuse_wire.h"
@@ -45,6 +46,14 @@ class FuseRequest {
   const Payload* rest_ = nullptr;
   size_t body_bytes_ = 0;
 };
+
+// Whether the kernel expects an answer to such a request.
+inline bool is_answered(uint32_t opcode) {
+  return opcode != FUSE_FORGET && opcode != FUSE_BATCH_FORGET && opcode != FUSE_INTERRUPT;
+}
+
+// As in the kernel's header, for the log.
+std::string operation_name(uint32_t opcode);
 
 // Of a write whose owner the kernel does not know: stores through a map, written back.
 inline constexpr uint64_t kOwnerUnknown = 0;

@@ -193,7 +193,7 @@ TEST_CASE("arena: the header tells where everything is, and nothing lies over an
     CHECK(table.offset >= end);
     end = table.offset + table.count * std::max<uint64_t>(table.record_bytes, 1);
     // The slots' memory is between the tables and the journal.
-    if (table.kind == arena::Table::Handles) {
+    if (table.kind == arena::Table::Requests) {
       CHECK(header.data_offset >= end);
       end = header.data_offset + count * kSlotBytes;
     }

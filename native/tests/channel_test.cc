@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <set>
+#include <thread>
 
 #include "damage.h"
 #include "file_descriptor.h"
@@ -40,7 +41,7 @@ class Kernel {
     int pair[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
     kernel_.reset(pair[0]);
-    auto served = fixture_.engine().serve(pair[1], directories_, false);
+    auto served = fixture_.engine().serve(pair[1], directories_, Connection::New);
     REQUIRE_MESSAGE(served.ok(), served.status().message());
     python_.reset(served.take());
     open(kIno, kHandle);
@@ -90,6 +91,15 @@ class Kernel {
     fuse_in_header header{};
     REQUIRE(recv(python_.get(), &header, sizeof header, 0) == sizeof header);
     return header.opcode;
+  }
+
+  // An error as pyfuse3's answer.
+  void answer(uint64_t unique, int error) {
+    fuse_out_header header{};
+    header.len = sizeof header;
+    header.error = -error;
+    header.unique = unique;
+    REQUIRE(::send(python_.get(), &header, sizeof header, 0) == sizeof header);
   }
 
   static std::string write_body(uint64_t offset, const std::string& bytes, uint32_t flags = 0,
@@ -660,6 +670,34 @@ TEST_CASE("channel: a copy that waits for slots is done when there are some, and
   CHECK((kernel.fixture().read(*copy, 0, 2 * kPieceBytes) == std::string(7, '\0') + bytes));
   REQUIRE(kernel.fixture().commit(*copy, true) == 0);
   CHECK(kernel.engine().arena().free_count() >= kSlots - 1);
+}
+
+TEST_CASE("channel: a request is under way until it is answered, whoever answers it") {
+  Kernel kernel;
+  const Requests& requests = kernel.engine().arena().requests();
+  const auto wait_ended = [&](uint64_t unique) {
+    while (requests.is_under_way(unique)) std::this_thread::yield();
+  };
+  const uint64_t write = kernel.send(FUSE_WRITE, Kernel::write_body(0, "bytes"));
+  CHECK(kernel.wait(write).error == 0);
+  wait_ended(write);
+  const uint64_t read = kernel.send(FUSE_READ, Kernel::read_body(0, 5));
+  CHECK(kernel.wait(read).body == "bytes");
+  wait_ended(read);
+  const uint64_t relayed = kernel.send(FUSE_GETXATTR, std::string(8, '\0'));
+  CHECK(kernel.relayed() == FUSE_GETXATTR);
+  CHECK(requests.is_under_way(relayed));
+  const uint64_t refused = kernel.send(FUSE_LSEEK, "");
+  CHECK(kernel.wait(refused).error == EIO);
+  wait_ended(refused);
+  CHECK(requests.is_under_way(relayed));
+  kernel.answer(relayed, ENODATA);
+  CHECK(kernel.wait(relayed).error == ENODATA);
+  wait_ended(relayed);
+  // Nobody waits for an answer to this one.
+  const uint64_t forget = kernel.send(FUSE_FORGET, std::string(sizeof(fuse_forget_in), '\0'));
+  CHECK(kernel.relayed() == FUSE_FORGET);
+  CHECK_FALSE(requests.is_under_way(forget));
 }
 
 }  // namespace fpfs::testing

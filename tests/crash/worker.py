@@ -1,8 +1,10 @@
 """A program that uses a mount in every way and checks it, while servers are killed behind it.
 
-``python -m tests.crash.worker ROOT SEED STOP`` works in a folder of its own until the file STOP
-exists, then checks everything and prints ``ok N`` with the number of operations. It ends with an
-error at the first answer that is not what a filesystem without failures gives.
+``python -m tests.crash.worker ROOT SEED STOP RECORD`` works in a folder of its own until the file
+STOP exists. It prints ``ready``; at the end it checks everything and prints ``ok N`` with how many
+operations it made. It ends with an error at the first answer that is not what a filesystem without
+failures gives. When the mount is there no longer it says in RECORD what has to be found by the next
+one, and ends with ``gone N`` and `EXIT_GONE`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+import msgspec
+
+from tests.crash.gone import EXIT_GONE, is_gone
 
 NAMES = 12
 SIZES = (0, 100, 5_000, 20_000, 300_000, 3_000_000, 12_000_000)
@@ -34,6 +40,8 @@ class Worker:
         self.expected: dict[str, bytes] = {}
         """Digest of each file, by name."""
         self.count = 0
+        self.touched: set[str] = set()
+        """Names that the operation under way may change."""
         self.open_unnamed = (self.folder / "unnamed").open("w+b", buffering=0)
         self.open_unnamed.write(b"kept by its handle alone")
         (self.folder / "unnamed").unlink()
@@ -48,12 +56,17 @@ class Worker:
 
     def any_name(self) -> str:
         """A name that may exist."""
-        return f"file{self.random.randrange(NAMES)}"
+        return self.touch(f"file{self.random.randrange(NAMES)}")
 
     def existing(self) -> str | None:
         """A name that exists."""
         names = sorted(name for name in self.expected if name.startswith("file"))
-        return self.random.choice(names) if names else None
+        return self.touch(self.random.choice(names)) if names else None
+
+    def touch(self, name: str) -> str:
+        """Note that the operation under way may change a name."""
+        self.touched.add(name)
+        return name
 
     def save(self) -> None:
         """Overwrite a file in pieces, as a checkpoint is."""
@@ -105,7 +118,7 @@ class Worker:
 
     def make_and_remove(self) -> None:
         """Everything that cannot be done twice."""
-        folder = self.folder / f"folder{self.count}"
+        folder = self.folder / self.touch(f"folder{self.count}")
         folder.mkdir()
         (folder / "link").symlink_to("target")
         assert (folder / "link").readlink() == Path("target")
@@ -126,7 +139,7 @@ class Worker:
 
         Unless it had begun to close the file, the checkpoint before has to be there.
         """
-        name, content = f"step{self.random.randrange(3)}.pt", self.content()
+        name, content = self.touch(f"step{self.random.randrange(3)}.pt"), self.content()
         told, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -137,6 +150,9 @@ class Worker:
         os.waitpid(child, 0)
         with open(told, "rb") as stream:
             said = stream.read()
+        if said.endswith(b"e"):
+            os.listdir(self.folder)  # which fails, too, where the mount is gone
+            raise AssertionError(f"the writer of {name} got an error")
         before, after = self.expected.get(name), hashlib.sha256(content).digest()
         allowed = {b"": [before], b"w": [before, after], b"wc": [after]}[said]
         try:
@@ -188,6 +204,7 @@ class Worker:
         ]
         while not stop.exists():
             self.count += 1
+            self.touched = set()
             self.random.choice(operations)()
         for name in self.expected:
             self.check_file(name)
@@ -197,24 +214,52 @@ class Worker:
 
 def overwrite_and_say(path: Path, content: bytes, told: int) -> NoReturn:
     """Be the child: say ``w`` when all is written, and ``c`` when the file is closed."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for first in range(0, len(content), 100_000):
-        os.write(descriptor, content[first : first + 100_000])
-    os.write(told, b"w")
-    os.close(descriptor)
-    os.write(told, b"c")
-    os._exit(0)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for first in range(0, len(content), 100_000):
+            os.write(descriptor, content[first : first + 100_000])
+        os.write(told, b"w")
+        os.close(descriptor)
+        os.write(told, b"c")
+    except OSError:
+        os.write(told, b"e")
+    finally:
+        os._exit(0)
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker whose mount is gone says: digests by name, and names that may be anything."""
+
+    expected: dict[str, bytes]
+    touched: set[str]
+
+
+def verify(root: Path, seed: int, record: Path) -> None:
+    """Compare what a worker whose mount was taken away has left with what it said."""
+    left = msgspec.json.decode(record.read_bytes(), type=Left)
+    folder = root / f"worker{seed}"
+    certain = {name: digest for name, digest in left.expected.items() if name not in left.touched}
+    assert set(os.listdir(folder)) - left.touched == set(certain)
+    for name, digest in certain.items():
+        content = (folder / name).read_bytes()
+        assert hashlib.sha256(content).digest() == digest, f"{name}: {len(content)} bytes"
 
 
 def main() -> None:
     """See the module."""
-    root, seed, stop = sys.argv[1:]
+    root, seed, stop, record = sys.argv[1:]
     worker = Worker(Path(root), int(seed))
+    print("ready", flush=True)
     try:
         count = worker.run(Path(stop))
-    except BaseException:
-        print(f"failed at operation {worker.count}", flush=True)
-        raise
+    except Exception as error:
+        print(f"failed at operation {worker.count}: {error}", flush=True)
+        if not is_gone(error, Path(root)):
+            raise
+        left = Left(expected=worker.expected, touched=worker.touched)
+        Path(record).write_bytes(msgspec.json.encode(left))
+        print(f"gone {worker.count}", flush=True)
+        sys.exit(EXIT_GONE)
     print(f"ok {count}", flush=True)
 
 

@@ -246,6 +246,24 @@ async def test_a_successor_does_not_overwrite_the_newest_records(tmp_path: Path)
 
 
 @trio.testing.trio_test
+async def test_handles_that_a_server_that_died_had_released_are_not_given_out_again(
+    tmp_path: Path,
+) -> None:
+    """Its releases may come again, and must not release what is open by then."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await prepare(mount)
+        old = await mount.open("file"), await mount.namespace.directories.open(ROOT)
+        mount.engine.kernel_releases(old[0])
+        mount.namespace.catch_up()
+        mount.namespace.directories.release(old[1])
+    async with rig(tmp_path, devices=devices, is_successor=True) as successor:
+        for _ in range(3):
+            new = await successor.open("file"), await successor.namespace.directories.open(ROOT)
+            assert not set(old) & set(new)
+
+
+@trio.testing.trio_test
 async def test_handles_of_a_server_that_died_are_not_given_out_again(tmp_path: Path) -> None:
     devices = MemoryDevices()
     async with rig(tmp_path, devices=devices) as mount:

@@ -1,0 +1,186 @@
+"""What ``fpfs-ctl`` asks of a server: figures, waiting until things are durable, renewal, scrub.
+
+Concurrency: trio thread only; requests overlap.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import trio
+
+import fpfs
+from fpfs.core.control import (
+    Failure,
+    Flushed,
+    RecoveryStatus,
+    Renewing,
+    Scrubbed,
+    ScrubStep,
+    Status,
+)
+from fpfs.daemon import metrics, renewal
+from fpfs.daemon.catalog_aside import Partial, list_partials
+from fpfs.daemon.scrub import Scrub
+
+if TYPE_CHECKING:
+    from fpfs.core.control import PolicyChange, PolicyShown, VersionsShown
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.keeper import KeeperLink
+    from fpfs.daemon.launch import ServerConfig
+    from fpfs.daemon.namespace import Namespace
+    from fpfs.daemon.policies import Policies
+    from fpfs.daemon.versions import Versions
+
+EXIT_RENEWED = 4
+"""Exit status of a server that made room for another program."""
+
+_log = logging.getLogger("fpfs.server")
+
+
+class ControlledServer:
+    """A server as the control protocol drives it (`fpfs.daemon.control.Controlled`)."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        devices: DeviceSet,
+        catalog: Catalog,
+        engine: Engine,
+        namespace: Namespace,
+        commit: Commit,
+        policies: Policies,
+        versions: Versions,
+        link: KeeperLink,
+        restarts: int,
+    ) -> None:
+        """Keep the parts; none of them is closed here."""
+        self._config = config
+        self._devices = devices
+        self._catalog = catalog
+        self._engine = engine
+        self._namespace = namespace
+        self._commit = commit
+        self._policies = policies
+        self._versions = versions
+        self._link = link
+        self._restarts = restarts
+        self._recovery = RecoveryStatus()
+        self._scrub = Scrub(
+            catalog=catalog,
+            engine=engine,
+            device_paths={device.number: device.path for device in devices.devices},
+        )
+
+    def recovered(self, recovery: RecoveryStatus) -> None:
+        """Tell from now on what the server found and did when it began."""
+        self._recovery = recovery
+
+    def collected(self, objects_removed: int) -> None:
+        """Tell how many objects of no version were removed in the background."""
+        self._recovery = msgspec.structs.replace(self._recovery, objects_removed=objects_removed)
+
+    async def status(self) -> Status:
+        """Figures of now, for the control protocol."""
+        self._namespace.catch_up()
+        statistics = self._engine.statistics()
+        devices = await trio.to_thread.run_sync(
+            metrics.device_statuses, self._devices.devices, statistics
+        )
+        return Status(
+            version=fpfs.__version__,
+            server_pid=os.getpid(),
+            keeper_pid=self._link.keeper_pid,
+            restarts=self._restarts,
+            filesystem_id=self._devices.filesystem_id,
+            mountpoint=self._config.mountpoint,
+            started_unix_s=self._link.started_unix_s,
+            ack=self._config.options.ack,
+            chunk_bytes=self._config.options.chunk_bytes,
+            log=self._config.log,
+            devices=devices,
+            staging=metrics.staging_status(statistics),
+            commit=metrics.commit_status(self._commit.statistics()),
+            partials=metrics.partial_status(await self._partials()),
+            catalog=metrics.catalog_status(self._catalog),
+            recovery=self._recovery,
+            channel=metrics.channel_counters(statistics),
+        )
+
+    async def _partials(self) -> Sequence[Partial]:
+        """What killed writers left. A catalog that cannot be read does not keep the rest back."""
+        try:
+            return await self._catalog.read(list_partials)
+        except OSError as error:
+            _log.debug("what killed writers left cannot be told: %s", error)
+            return ()
+
+    async def prepare_renewal(self) -> Renewing:
+        """Return when the installed program has said that it can take over. OSError otherwise."""
+        installed = await trio.to_thread.run_sync(renewal.check_installed)
+        return Renewing(version=installed.version)
+
+    def renew(self) -> NoReturn:
+        """End at once and leave everything to the program that is installed by now."""
+        self._link.renewing()
+        logging.shutdown()
+        os._exit(EXIT_RENEWED)
+
+    async def wait_durable(self, ino: int) -> Flushed:
+        """Return when an inode's content and names are durable. OSError when they cannot be."""
+        self._namespace.catch_up()
+        await self._commit.wait_durable(ino)
+        return Flushed()
+
+    async def flush(self, *, written_to: bool = True) -> Flushed:
+        """Return when everything is durable but for the failures in the answer.
+
+        Without `written_to` files that somebody writes are left out.
+        """
+        self._namespace.catch_up()
+        failed = await self._commit.flush_all(written_to=written_to)
+        return Flushed(failures=metrics.failures(failed))
+
+    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
+        """Compare some committed contents with their checksums, for the control protocol."""
+        return await self._scrub.step(step, ino=ino)
+
+    async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
+        """Set and unset for a directory."""
+        return await self._policies.change(ino, change)
+
+    async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
+        """Return the former contents of a name."""
+        return await self._versions.show(directory, name)
+
+    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
+        """Make a former content the present one, durably. OSError when there is none."""
+        self._namespace.catch_up()
+        await self._commit.wait_queued()
+        shown = await self._versions.restore(directory, name, number)
+        await self._catalog.make_durable()
+        return shown
+
+    async def flush_at_end(self) -> Flushed:
+        """Flush; when the catalog itself is what failed, that is one of the failures.
+
+        What somebody writes waits until it is certain that it cannot be finished.
+        """
+        try:
+            return await self.flush(written_to=False)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            message = f"names and versions since the last flush may be lost: {reason}"
+            _log.critical("%s", message)
+            failed = metrics.failures(self._commit.statistics().failures)
+            whole = Failure(ino=0, errno=error.errno or errno.EIO, message=message)
+            return Flushed(failures=(*failed, whole))

@@ -1,0 +1,106 @@
+"""What a server opens and how: the kernel's options, the catalog, the engine's configuration.
+
+Concurrency: plain functions; those that block say so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fpfs.core.engine import DeviceConfig, EngineConfig
+from fpfs.core.errors import CatalogError
+from fpfs.core.options import Checksums, Idle, MountOptions
+from fpfs.daemon import mounting
+from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
+from fpfs.daemon.places import CPU_LATENCY, arena_path
+
+if TYPE_CHECKING:
+    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.launch import ServerConfig
+
+CATALOG_NAME = "catalog.db"
+
+
+def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
+    """Options for fusermount3; what the user chose comes last and so wins."""
+    source = options.source or f"fpfs-{filesystem_id}"
+    chosen = [
+        f"fsname={mounting.escape_option(source)}",
+        "subtype=fpfs",
+        "default_permissions",
+        f"max_read={mounting.MAX_READ_BYTES}",
+    ]
+    if allows_others(options):
+        chosen.append("allow_other")
+    if os.geteuid() == 0:
+        # Root's own filesystems honour set-user-id and device files; fusermount3 would not.
+        chosen += ["suid", "dev"]
+    return [*chosen, *options.kernel]
+
+
+def allows_others(options: MountOptions) -> bool:
+    """Whether other users may use the mount: as chosen, else for root's mounts."""
+    return os.geteuid() == 0 if options.allow_other is None else options.allow_other
+
+
+def open_catalog(devices: DeviceSet) -> Catalog:
+    """The catalog of a set of devices, made first where nothing was ever mounted. Blocks.
+
+    Raises `CatalogMissing` where there are objects without the catalog that names them.
+    """
+    paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
+    unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
+    is_new = unused and not any(path.exists() for path in paths)
+    if is_new:
+        Catalog.format(
+            paths[0],
+            filesystem_id=devices.filesystem_id,
+            devices=[
+                DeviceRecord(number=device.number, device_id=device.device_id, path=device.path)
+                for device in devices.devices
+            ],
+            root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
+        )
+    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new)
+
+
+def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
+    """Raise `CatalogError` unless the catalog is that of the devices, as their stamps have them."""
+    known = {device.number: device.device_id for device in catalog.devices}
+    found = {device.number: device.device_id for device in devices.devices}
+    if catalog.filesystem_id != devices.filesystem_id:
+        ours, theirs = f"filesystem {catalog.filesystem_id}", f"filesystem {devices.filesystem_id}"
+    elif known != found:
+        ours, theirs = f"devices {known}", f"devices {found}"
+    else:
+        return
+    raise CatalogError(
+        f"catalog {catalog.path} is of {ours}, the stamps of the devices are of {theirs}",
+        remedy="put back the catalog and the stamps that belong together",
+    )
+
+
+def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int) -> EngineConfig:
+    """How the engine of this mount starts."""
+    options = config.options
+    arena = arena_path(devices.filesystem_id)
+    return EngineConfig(
+        devices=tuple(
+            DeviceConfig(number=device.number, path=device.objects_path)
+            for device in devices.devices
+        ),
+        arena_path=arena,
+        take_over=os.path.exists(arena),
+        filesystem_id=devices.filesystem_id,
+        staging_bytes=options.staging_bytes,
+        slot_bytes=options.slot_bytes,
+        depth=options.depth,
+        channel_threads=options.receivers,
+        backend=options.backend,
+        object_base=object_base,
+        ack=options.ack,
+        cpu_latency_path=CPU_LATENCY if options.idle is Idle.SHALLOW else "",
+        checksums=options.checksums is Checksums.ON,
+    )

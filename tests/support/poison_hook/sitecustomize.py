@@ -1,0 +1,78 @@
+"""Servers that die of requests: what a test's folder says becomes of a request for an attribute.
+
+Python imports this by itself in every process that has this folder in PYTHONPATH; it does something
+in servers only. A request for the extended attribute ``user.NAME`` meets what the file NAME in the
+folder FPFS_TEST_POISON says, if there is one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+
+def die(how: str) -> NoReturn:
+    """End this process by a fault."""
+    faulthandler.disable()  # the log's lines would look like those of a fault of the test's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if how == "exit":
+        os._exit(1)
+    signal.signal(signal.Signals[how], signal.SIG_DFL)
+    os.kill(os.getpid(), signal.Signals[how])
+    while True:
+        time.sleep(1)
+
+
+def order_about(name: bytes) -> Path:
+    """Where it would stand what is to become of a request for an attribute."""
+    return Path(os.environ["FPFS_TEST_POISON"], os.fsdecode(name).removeprefix("user."))
+
+
+def read(order: Path) -> str:
+    """What is to become of it; nothing special where nothing is said."""
+    return order.read_text() if order.exists() else ""
+
+
+def wait_until_taken_back(order: Path) -> None:
+    """Return when the order is there no longer. Blocks."""
+    while order.exists():
+        time.sleep(0.01)  # another process takes it back, which nothing tells
+
+
+async def meet(name: bytes) -> None:
+    """Do what is to become of a request."""
+    order = order_about(name)
+    how = read(order)
+    if how:
+        order.with_name(f"{order.name}.met").touch()
+    if how == "wait":
+        await trio.to_thread.run_sync(wait_until_taken_back, order)
+    elif how == "block":
+        wait_until_taken_back(order)  # nothing else is answered meanwhile
+    elif how:
+        die(how)
+
+
+def poison() -> None:
+    """Let requests for attributes meet what is to become of them first."""
+    from fpfs.daemon.operations import Operations
+
+    getxattr = Operations.getxattr
+
+    async def poisoned(self: Operations, inode: int, name: bytes, ctx: object) -> bytes:
+        await meet(name)
+        return await getxattr(self, inode, name, ctx)
+
+    Operations.getxattr = poisoned
+
+
+if "fpfs.daemon.process" in sys.orig_argv:
+    poison()

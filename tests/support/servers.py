@@ -1,0 +1,37 @@
+"""Servers that are ended, and waiting until they are gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+from fpfs.testing.mounted import Mount
+
+EXIT_TIMEOUT_S = 60
+
+
+def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> None:
+    """End the server with a signal and wait until it is gone."""
+    process_fd = os.pidfd_open(mount.server_pid)
+    try:
+        signal.pidfd_send_signal(process_fd, number)
+        ended, _, _ = select.select([process_fd], [], [], EXIT_TIMEOUT_S)
+        assert ended, f"server {mount.server_pid} does not die"
+    finally:
+        os.close(process_fd)
+    os.listdir(mount.root)  # waits for the next one
+    mount.note_processes()
+
+
+def wait_for_exit(pid: int) -> None:
+    """Wait until a process is gone."""
+    try:
+        process_fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([process_fd], [], [], EXIT_TIMEOUT_S)
+        assert ended, f"process {pid} does not end"
+    finally:
+        os.close(process_fd)
