@@ -21,7 +21,9 @@ from fpfs.core.units import format_size, parse_size_bytes
 
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
-SURPLUS = dict.fromkeys(("status", "wait", "flush", "restart", "scrub"), "there is one path")
+SURPLUS = dict.fromkeys(
+    ("status", "wait", "flush", "restart", "scrub", "fsck"), "there is one path"
+)
 """Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
 """poll(2) counts milliseconds in 31 bits."""
@@ -214,6 +216,33 @@ def scrub(
     if bytes_per_s == 0:
         raise Refused(asked="--rate 0", wrong="nothing would be read", remedy="take 1M or more")
     return scrubbing.scrub(path, bytes_per_s=bytes_per_s, json=json)
+
+
+@app.command(name="fsck")
+def check(
+    mountpoint: str,
+    /,
+    *,
+    data: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Check the catalog of the mount at MOUNTPOINT against the objects on its devices.
+
+    Programs go on meanwhile, and nothing is changed. Exit status: 0 all is well, 4 something is
+    wrong, 8 it could not be checked.
+
+    Parameters
+    ----------
+    data
+        Read all contents, too, and compare them with their checksums (as scrub does).
+    json
+        Print the result as JSON; sizes in bytes.
+    """
+    # Imported late: other commands need neither the catalog nor the extension.
+    from fpfs.cli import fsck as checking
+
+    find_fpfs(mountpoint, asked=f"fsck of {mountpoint}")
+    return checking.fsck([mountpoint], repair=False, data=data, json=json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
