@@ -1,4 +1,4 @@
-"""The command ``fpfs``: mount, umount, format, fsck, version."""
+"""The command ``fpfs``: mount, umount, format, fsck, export, version."""
 
 from __future__ import annotations
 
@@ -188,6 +188,26 @@ def check(
     from fpfs.cli import fsck as checking
 
     return checking.fsck(places, repair=repair, data=data, json=json)
+
+
+@app.command
+def export(*places: str, path: str = "") -> int:
+    """Copy files out of device directories, without mounting them and without changing them.
+
+    PLACES are all device directories of a filesystem that is not mounted, and an empty or new
+    directory to copy to. Every block is compared with its checksum: a file that is not whole gets
+    .damaged behind its name, and zeros where bytes are lost. Exit status: 0 everything is copied,
+    1 refused, 4 something is not whole.
+
+    Parameters
+    ----------
+    path
+        Copy only what is at this path below the mountpoint.
+    """
+    # Imported late: other commands need neither the catalog nor the extension.
+    from fpfs.cli.export import run_export
+
+    return run_export(places, path=path)
 
 
 @app.command
