@@ -11,6 +11,7 @@ from benchmarks.groups import (
     memory,
     names,
     parallel,
+    recovery,
     restart,
     saving,
     striping,
@@ -28,5 +29,6 @@ GROUPS: tuple[Group, ...] = (
     *names.GROUPS,
     *catalogs.GROUPS,
     *restart.GROUPS,
+    *recovery.GROUPS,
     *memory.GROUPS,
 )

@@ -16,6 +16,7 @@ import fpfs
 from fpfs.cli import policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
+from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
@@ -24,7 +25,8 @@ from fpfs.core.units import format_size, parse_size_bytes
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
 SURPLUS = dict.fromkeys(
-    ("status", "wait", "flush", "restart", "scrub", "versions", "restore"), "there is one path"
+    ("status", "wait", "flush", "restart", "scrub", "fsck", "recovery", "versions", "restore"),
+    "there is one path",
 )
 """Where words belong that a command has no place for."""
 TIMEOUT_S_MAX = 1_000_000.0
@@ -221,6 +223,63 @@ def scrub(
     if bytes_per_s == 0:
         raise Refused(asked="--rate 0", wrong="nothing would be read", remedy="take 1M or more")
     return scrubbing.scrub(path, bytes_per_s=bytes_per_s, json=json)
+
+
+@app.command
+def recovery(
+    mountpoint: str,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    timeout: float = STATUS_TIMEOUT_S,
+) -> int:
+    """Show what the server of the mount at MOUNTPOINT found and did when it began.
+
+    Parameters
+    ----------
+    json
+        Print it as JSON.
+    timeout
+        Give up after so many seconds, with exit status 1.
+    """
+    _check_timeout(timeout)
+    asked = f"recovery of {mountpoint}"
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+    if json:
+        text = msgspec.json.encode(found.recovery).decode()
+        sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")
+    else:
+        for line in describe_recovery(found):
+            sys.stdout.write(line + "\n")
+    return 0
+
+
+@app.command(name="fsck")
+def check(
+    mountpoint: str,
+    /,
+    *,
+    data: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Check the catalog of the mount at MOUNTPOINT against the objects on its devices.
+
+    Programs go on meanwhile, and nothing is changed. Exit status: 0 all is well, 4 something is
+    wrong, 8 it could not be checked.
+
+    Parameters
+    ----------
+    data
+        Read all contents, too, and compare them with their checksums (as scrub does).
+    json
+        Print the result as JSON; sizes in bytes.
+    """
+    # Imported late: other commands need neither the catalog nor the extension.
+    from fpfs.cli import fsck as checking
+
+    find_fpfs(mountpoint, asked=f"fsck of {mountpoint}")
+    return checking.fsck([mountpoint], repair=False, data=data, json=json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

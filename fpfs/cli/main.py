@@ -1,4 +1,4 @@
-"""The command ``fpfs``: mount, umount, format, version."""
+"""The command ``fpfs``: mount, umount, format, fsck, export, version."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ Devices = Annotated[
         help="Device directory; several stripe files over them. Empty ones are formatted.",
     ),
 ]
+
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def _flags_as_options(**values: str | None) -> list[str]:
@@ -157,6 +159,55 @@ def format_devices(*, device: Devices = None) -> int:
         table.add_row(str(entry.number), entry.path, entry.device_id)
     open_console().print(table)
     return 0
+
+
+@app.command(name="fsck")
+def check(
+    *places: str,
+    repair: Flag = False,
+    data: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Check the catalog against the objects on the devices, and name what is wrong.
+
+    PLACES are all device directories of a filesystem that is not mounted, or the place where it is
+    mounted. Without --repair nothing is changed. Exit status: 0 all is well, 1 everything that was
+    wrong is corrected, 4 something is left as it is, 5 both, 8 it could not be checked.
+
+    Parameters
+    ----------
+    repair
+        Correct what can be corrected; files without a name get one in lost+found. Not while it is
+        mounted.
+    data
+        Read all contents, too, and compare them with their checksums.
+    json
+        Print the result as JSON; sizes in bytes.
+    """
+    # Imported late: other commands need neither the catalog nor the extension.
+    from fpfs.cli import fsck as checking
+
+    return checking.fsck(places, repair=repair, data=data, json=json)
+
+
+@app.command
+def export(*places: str, path: str = "") -> int:
+    """Copy files out of device directories, without mounting them and without changing them.
+
+    PLACES are all device directories of a filesystem that is not mounted, and an empty or new
+    directory to copy to. Every block is compared with its checksum: a file that is not whole gets
+    .damaged behind its name, and zeros where bytes are lost. Exit status: 0 everything is copied,
+    1 refused, 4 something is not whole.
+
+    Parameters
+    ----------
+    path
+        Copy only what is at this path below the mountpoint.
+    """
+    # Imported late: other commands need neither the catalog nor the extension.
+    from fpfs.cli.export import run_export
+
+    return run_export(places, path=path)
 
 
 @app.command

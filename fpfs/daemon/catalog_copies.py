@@ -31,6 +31,7 @@ import msgspec
 from fpfs.core.engine import CatalogFiles, CatalogLeader, CatalogMirror
 from fpfs.core.errors import CatalogError
 from fpfs.daemon.catalog_schema import SEQUENCE, flush_directory, open_database
+from fpfs.daemon.device_files import make_regular
 from fpfs.daemon.reserve import RESERVE_NAME, Reserve
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ def note_alone(copy: Path) -> None:
     Without it, this copy's loss would silently bring back an older state.
     """
     try:
-        descriptor = os.open(copy.with_name(ALONE_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
-        os.close(descriptor)
+        os.close(make_regular(copy.with_name(ALONE_NAME)))
         flush_directory(copy.parent)
     except OSError as error:
         log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)

@@ -30,7 +30,8 @@ from fpfs.daemon.catalog_copies import (
     note_alone,
 )
 from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
-from fpfs.daemon.reserve import RESERVE_NAME
+from fpfs.daemon.catalog_shape import shape_fault
+from fpfs.daemon.reserve import RESERVE_NAME, empty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +94,7 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
         connection = open_database(leader.path)
         try:
             migrate(connection)
+            _check_shape(connection, leader.path)
         except CatalogError:
             connection.close()
             raise
@@ -183,6 +185,15 @@ def _check_identity(copy: _Copy, filesystem_id: str) -> None:
         )
 
 
+def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
+    fault = shape_fault(connection)
+    if fault:
+        raise CatalogError(
+            f"catalog {path} cannot be used: {fault}",
+            remedy="put back catalog.db and catalog.sums of one device from a backup, without -wal",
+        )
+
+
 def _add_sums(copy: _Copy) -> None:
     """Give a catalog of an earlier format, which has none, the sums of its pages."""
     connection = open_database(copy.path)
@@ -222,7 +233,7 @@ def _settle(copy: _Copy) -> _Copy:
             reserve = copy.path.with_name(RESERVE_NAME)
             if error.errno not in NO_ROOM or not reserve.exists():
                 raise
-            os.truncate(reserve, 0)
+            empty(reserve)
             copy.files.settle()
     except OSError as error:
         return copy._replace(trouble=f"its log cannot be copied: {error.strerror or error}")

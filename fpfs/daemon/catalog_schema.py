@@ -258,6 +258,8 @@ def open_database(path: Path) -> sqlite3.Connection:
     Raises `CatalogBusy`, or `CatalogError` for what is no sound catalog. The connection may move to
     another thread; it must be used by one at a time.
     """
+    # A catalog has a log and never a journal. SQLite would follow one, to any file that it names.
+    path.with_name(f"{path.name}-journal").unlink(missing_ok=True)
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,

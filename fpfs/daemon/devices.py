@@ -28,6 +28,7 @@ from fpfs.daemon.stamp import (
     LOCK_NAME,
     Stamp,
     lock_directory,
+    lock_unnoted,
     read_backing,
     read_stamp,
     refusing,
@@ -146,6 +147,44 @@ def open_devices(
         for lock_fd in lock_fds:
             os.close(lock_fd)
         raise
+
+
+def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -> DeviceSet:
+    """The devices of a filesystem, locked against a mount; nothing in them is changed here.
+
+    Without `to_change`, others may look at them meanwhile, and copies of the directories are as
+    good as the originals. Raises `Refused`.
+    """
+    resolved = _check_paths(paths, asked=asked)
+    stamps = []
+    for path in resolved:
+        stamp = read_stamp(path, asked=asked)
+        if stamp is None:
+            raise Refused(
+                asked=asked,
+                wrong=f"{path} holds no fpfs device",
+                remedy="name all directories of one filesystem",
+            )
+        stamps.append(stamp)
+    lock_fds: list[int] = []
+    try:
+        for path in resolved:
+            lock_fds += [lock_unnoted(path, asked=asked, alone=to_change)]
+        known = _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
+    except BaseException:
+        for lock_fd in lock_fds:
+            os.close(lock_fd)
+        raise
+    return DeviceSet(
+        filesystem_id=known[0].filesystem_id,
+        devices=sorted(
+            DeviceDirectory(stamp.device_number, path, stamp.device_id)
+            for stamp, path in zip(known, resolved, strict=True)
+        ),
+        lock_fds=lock_fds,
+        formatted=False,
+        notes=(),
+    )
 
 
 def _opened(

@@ -14,6 +14,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from fpfs.daemon.device_files import open_regular
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -22,6 +24,11 @@ RESERVE_NAME = "reserve"
 RESERVE_BYTES = 8 * 1024 * 1024
 
 log = logging.getLogger(__name__)
+
+
+def empty(path: Path) -> None:
+    """Give up the space of a reserve."""
+    os.close(open_regular(path, os.O_WRONLY | os.O_TRUNC))
 
 
 class Reserve:
@@ -48,7 +55,7 @@ class Reserve:
     def _give_up(self) -> bool:
         if not self.held:
             return False
-        os.truncate(self._path, 0)
+        empty(self._path)
         self.held = False
         log.warning(
             "the catalog's device is full: its reserve is in use, remove files (%s)",
@@ -65,7 +72,7 @@ class Reserve:
 
     def _restore(self) -> bool:
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             log.warning("there is no reserve for the catalog: %s", error)
             return False

@@ -18,10 +18,16 @@ import msgspec
 
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
+from fpfs.daemon.device_files import make_regular, open_folder, open_regular, read_small
 
 FORMAT_VERSION = 1
 STAMP_NAME = "fpfs.json"
 LOCK_NAME = "lock"
+
+STAMP_BYTES_MAX = 64 * 1024 * 1024
+"""More than a stamp with the paths of as many devices as there can be."""
+
+LOCK_BYTES_MAX = 64 * 1024
 
 DRAIN_S = 60
 """How long a mount waits for a server that was unmounted and still drains."""
@@ -64,7 +70,7 @@ def read_stamp(path: str, *, asked: str) -> Stamp | None:
     """The stamp of a directory, or None when it has none. Raises `Refused` when unreadable."""
     with refusing(path, asked=asked):
         try:
-            raw = Path(path, STAMP_NAME).read_bytes()
+            raw = read_small(Path(path, STAMP_NAME), bytes_max=STAMP_BYTES_MAX)
         except FileNotFoundError:
             return None
     try:
@@ -106,7 +112,7 @@ def write_stamp(path: str, stamp: Stamp) -> None:
     """Replace the stamp durably: whole or not at all."""
     temporary = os.path.join(path, f".{STAMP_NAME}.new")
     content = msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n"
-    stamp_fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    stamp_fd = make_regular(temporary)
     try:
         os.write(stamp_fd, content)
         os.fsync(stamp_fd)
@@ -129,7 +135,7 @@ def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 
     """
     lock_path = os.path.join(path, LOCK_NAME)
     with refusing(path, asked=asked):
-        lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = open_regular(lock_path, os.O_RDWR | os.O_CREAT)
     try:
         if not _try_lock(lock_fd):
             holder = lock_holder(path)
@@ -144,9 +150,25 @@ def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 
         raise
 
 
-def _try_lock(lock_fd: int) -> bool:
+def lock_unnoted(path: str, *, asked: str, alone: bool) -> int:
+    """Keep mounts off a directory without a change to it; unless `alone`, several may at a time.
+
+    Returns the descriptor that holds the lock. Raises `Refused` when it is mounted.
+    """
+    with refusing(path, asked=asked):
+        try:
+            lock_fd = open_regular(os.path.join(path, LOCK_NAME), os.O_RDONLY)
+        except FileNotFoundError:  # nobody ever mounted it, or the copy of one lacks it
+            lock_fd = open_folder(path)
+    if not _try_lock(lock_fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+        os.close(lock_fd)
+        raise _in_use(path, lock_holder(path), asked=asked)
+    return lock_fd
+
+
+def _try_lock(lock_fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -173,15 +195,20 @@ def _drains(holder: LockHolder | None) -> bool:
 
 
 def _in_use(path: str, holder: LockHolder | None, *, asked: str) -> Refused:
-    place = f"at {holder.mountpoint} " if holder and holder.mountpoint else ""
-    where = f" {place}(process {holder.pid})" if holder else ""
-    return Refused(asked=asked, wrong=f"{path} is in use{where}", remedy="unmount it there first")
+    if holder is None or not os.path.exists(f"/proc/{holder.pid}"):
+        # Who only looks does not write himself down.
+        wrong, remedy = f"{path} is in use", "unmount it, or let its fsck or export end"
+        return Refused(asked=asked, wrong=wrong, remedy=remedy)
+    place = f"at {holder.mountpoint} " if holder.mountpoint else ""
+    wrong = f"{path} is in use {place}(process {holder.pid})"
+    return Refused(asked=asked, wrong=wrong, remedy="unmount it there first")
 
 
 def lock_holder(path: str) -> LockHolder | None:
     """Who locked a device directory last, or None when that was never written whole."""
     try:
-        return msgspec.json.decode(Path(path, LOCK_NAME).read_bytes(), type=LockHolder)
+        raw = read_small(Path(path, LOCK_NAME), bytes_max=LOCK_BYTES_MAX)
+        return msgspec.json.decode(raw, type=LockHolder)
     except (OSError, msgspec.MsgspecError):
         return None
 

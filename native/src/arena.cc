@@ -241,8 +241,10 @@ Status Arena::map_existing(const Config& config, Remains* remains, std::string* 
   slot_bytes_ = header.slot_bytes;
   lay_out(header.slot_count);
   struct stat file {};
+  // Its memory is all there from the beginning: mapping it asks for none.
+  const auto bytes_there = [&] { return static_cast<uint64_t>(file.st_blocks) * 512; };
   if (fstat(fd_, &file) != 0 || static_cast<uint64_t>(file.st_size) != mapped_bytes_ ||
-      header.data_offset != data_at_) {
+      header.data_offset != data_at_ || bytes_there() < fixed_bytes_) {
     return Status(ESTALE, "staging arena " + path_ + " cannot be taken over: its size is wrong");
   }
   base_ = map_shared(fd_, mapped_bytes_);

@@ -8,6 +8,8 @@
 #include <array>
 #include <vector>
 
+#include "regular_file.h"
+
 namespace fpfs {
 
 using sqlite::kPageBytes;
@@ -74,7 +76,7 @@ CatalogFiles::CatalogFiles(std::string path)
 Status CatalogFiles::read_log() {
   log_pages_.clear();
   page_count_ = 0;
-  const FileDescriptor log(::open(log_path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor log(open_regular(log_path(), O_RDONLY));
   if (!log) return errno == ENOENT ? Status() : Status::from_errno("opening " + log_path());
   sqlite::LogReader reader;
   FoundLog found(*this);
@@ -85,11 +87,14 @@ Status CatalogFiles::read_log() {
 }
 
 Status CatalogFiles::check() {
-  const FileDescriptor database(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor database(open_regular(path_, O_RDONLY));
   if (!database) return Status::from_errno("opening " + path_);
   Status status = read_log();
   if (!status.ok()) return status;
-  Result<PageSums> sums = PageSums::load(sums_path_);
+  struct stat found {};
+  if (::fstat(database.get(), &found) != 0) return Status::from_errno("looking at " + path_);
+  const auto pages_there = static_cast<uint64_t>(found.st_size) / kPageBytes;
+  Result<PageSums> sums = PageSums::load(sums_path_, pages_there);
   has_sums_ = sums.status().error() != ENOENT;
   if (!has_sums_) {
     status = check_first_page(database.get());
@@ -114,7 +119,7 @@ Status CatalogFiles::check_first_page(int database) {
   Status status;
   const auto in_log = log_pages_.find(1);
   if (in_log != log_pages_.end()) {
-    const FileDescriptor log(::open(log_path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+    const FileDescriptor log(open_regular(log_path(), O_RDONLY));
     if (!log) return Status::from_errno("opening " + log_path());
     status = sqlite::read_at(log.get(), page.data(), page.size(), in_log->second, &count);
   } else {
@@ -162,13 +167,13 @@ Status CatalogFiles::store_log_sums(int log) {
   }
   sums_.log_salts = log_salts_;
   sums_.log_frames = log_frames_;
-  const FileDescriptor file(::open(sums_path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor file(open_regular(sums_path_, O_RDWR));
   if (!file) return Status::from_errno("opening " + sums_path_);
   return sums_.store(file.get());
 }
 
 Status CatalogFiles::copy_log(int log) {
-  const FileDescriptor database(::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor database(open_regular(path_, O_RDWR));
   if (!database) return Status::from_errno("opening " + path_);
   std::array<std::byte, kPageBytes> content{};
   for (const auto& [page, offset] : log_pages_) {
@@ -190,7 +195,7 @@ Status CatalogFiles::copy_log(int log) {
 
 Status CatalogFiles::settle() {
   if (!log_pages_.empty()) {
-    const FileDescriptor log(::open(log_path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+    const FileDescriptor log(open_regular(log_path(), O_RDONLY));
     if (!log) return Status::from_errno("opening " + log_path());
     // In this order: see page_sums.h.
     if (::fdatasync(log.get()) != 0) return Status::from_errno("flushing " + log_path());
@@ -203,14 +208,20 @@ Status CatalogFiles::settle() {
 }
 
 Status CatalogFiles::make_sums(const std::string& filesystem_id) {
-  const FileDescriptor database(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor database(open_regular(path_, O_RDONLY));
   if (!database) return Status::from_errno("opening " + path_);
   struct stat found {};
   if (::fstat(database.get(), &found) != 0) return Status::from_errno("looking at " + path_);
   sums_ = PageSums(filesystem_id);
-  page_count_ = static_cast<uint32_t>(found.st_size / static_cast<off_t>(kPageBytes));
-  sums_.resize(page_count_);
   std::array<std::byte, kPageBytes> content{};
+  size_t first_bytes = 0;
+  Status read = sqlite::read_at(database.get(), content.data(), content.size(), 0, &first_bytes);
+  if (!read.ok()) return read;
+  // The file may be longer than the database in it says.
+  const auto pages_there = static_cast<uint64_t>(found.st_size) / kPageBytes;
+  page_count_ = static_cast<uint32_t>(
+      std::min<uint64_t>(pages_there, sqlite::load_big_endian(content.data() + kPageCountAt)));
+  sums_.resize(page_count_);
   for (uint32_t page = 1; page <= page_count_; ++page) {
     size_t count = 0;
     Status status = sqlite::read_at(database.get(), content.data(), content.size(),
@@ -224,7 +235,7 @@ Status CatalogFiles::make_sums(const std::string& filesystem_id) {
 }
 
 Status CatalogFiles::copy_pages(const CatalogFiles& source, int into) const {
-  const FileDescriptor from(::open(source.path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const FileDescriptor from(open_regular(source.path_, O_RDONLY));
   if (!from) return Status::from_errno("opening " + source.path_);
   std::vector<std::byte> buffer(kPagesAtOnce * kPageBytes);
   for (uint32_t first = 1; first <= source.sums_.page_count(); first += kPagesAtOnce) {
@@ -248,8 +259,7 @@ Status CatalogFiles::copy_pages(const CatalogFiles& source, int into) const {
 
 Status CatalogFiles::copy_from(const CatalogFiles& source) {
   const std::string made = folder_ + "/.catalog.db.new";
-  const FileDescriptor file(::open(
-      made.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
+  const FileDescriptor file(make_regular(made));
   if (!file) return Status::from_errno("making " + made);
   Status status = copy_pages(source, file.get());
   // The old log would be taken for one of the new database.

@@ -50,14 +50,18 @@ int sync_directory(int fd) {
 }  // namespace
 
 Status ObjectDirectory::open(const std::string& path) {
-  root_.reset(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  root_.reset(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
   if (!root_) return Status::from_errno(path);
   return probe_direct();
 }
 
 Status ObjectDirectory::probe_direct() {
   direct_ = false;
-  const int created = open_at(root_.get(), kProbeName, O_RDWR | O_CREAT | O_TRUNC, 0600);
+  // What a process that died left, or somebody put there.
+  if (::unlinkat(root_.get(), kProbeName, 0) != 0 && errno != ENOENT) {
+    return Status(errno, "cannot remove files in the objects directory");
+  }
+  const int created = open_at(root_.get(), kProbeName, O_RDWR | O_CREAT | O_EXCL, 0600);
   if (created < 0) return Status(-created, "cannot create files in the objects directory");
   const FileDescriptor plain(created);
   const FileDescriptor direct(open_at(root_.get(), kProbeName, O_RDWR | O_DIRECT));
@@ -92,7 +96,7 @@ int ObjectDirectory::open_object(uint64_t id, OpenMode mode) const {
   if (!file) return file.release();  // the negative errno
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return -errno;
-  if (!S_ISREG(status.st_mode)) return -EIO;
+  if (!S_ISREG(status.st_mode)) return -EINVAL;
   return ::fcntl(file.get(), F_SETFL, flags) == 0 ? file.release() : -errno;
 }
 

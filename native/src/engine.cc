@@ -104,6 +104,9 @@ Status Engine::start() {
 Status Engine::open_arena() {
   const Arena::Config config{config_.arena_path, config_.filesystem_id, config_.staging_bytes,
                              config_.slot_bytes};
+  if (config_.take_over) {
+    if (Status status = check_arena_owner(); !status.ok()) return status;
+  }
   std::string warning;
   Remains remains;
   auto arena = config_.take_over ? Arena::attach(config, -1, &remains, &warning)

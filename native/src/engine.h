@@ -254,6 +254,7 @@ class Engine : public Plane {
   void end_verifications() EXCLUDES(verify_mutex_);
   Status start();
   Status open_arena();
+  Status check_arena_owner() const;
   void sort_remains(Remains remains);
   void register_handle(uint64_t handle, uint32_t flags, const std::shared_ptr<File>& file)
       EXCLUDES(table_mutex_);

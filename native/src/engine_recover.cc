@@ -1,15 +1,82 @@
 // Taking over an arena: what is left of each inode, brought back in the order that Python asks for.
 #include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <set>
 
 #include "channel.h"
 #include "engine.h"
 
 namespace fpfs {
+namespace {
+
+constexpr uint64_t kBlocksMax = kFileBytesMax / kBlockBytes;
+// What the catalog can hold: of inodes and of objects.
+constexpr uint64_t kNumberEnd = uint64_t{1} << 63;
+
+bool is_possible(const Extent& extent) {
+  return extent.count > 0 && extent.count <= kBlocksMax &&
+         extent.block <= kBlocksMax - extent.count && extent.place.object < kNumberEnd &&
+         extent.place.object_block + extent.count <= UINT32_MAX;
+}
+
+// Whether a process that was in its right mind can have written this.
+bool is_possible(const JournalEntry& entry,
+                 const std::vector<std::pair<uint16_t, std::string>>& devices) {
+  if (!entry.is_possible || entry.state.size > kFileBytesMax || entry.state.ino >= kNumberEnd) {
+    return false;
+  }
+  if (entry.kind != arena::Change::Extents) return true;
+  return std::all_of(entry.extents.begin(), entry.extents.end(), [&](const WrittenExtent& written) {
+    const auto is_its_device = [&](const auto& device) {
+      return device.first == written.extent.place.device;
+    };
+    return is_possible(written.extent) &&
+           std::any_of(devices.begin(), devices.end(), is_its_device);
+  });
+}
+
+bool is_possible(const StagedSlot& staged) {
+  const arena::SlotRecord& record = staged.record;
+  return record.ino < kNumberEnd && record.file_size <= kFileBytesMax && record.chunk_bytes != 0 &&
+         record.chunk_bytes % kBlockBytes == 0 &&
+         record.chunk <= kFileBytesMax / record.chunk_bytes &&
+         staged.slot->ranges.last_end() <= record.chunk_bytes;
+}
+
+}  // namespace
+
+// Anybody can make a file in the folder of arenas: whose devices these are is believed.
+Status Engine::check_arena_owner() const {
+  struct stat arena {};
+  struct stat device {};
+  if (::lstat(config_.arena_path.c_str(), &arena) != 0) {
+    return Status::from_errno("staging arena " + config_.arena_path);
+  }
+  if (arena.st_uid == ::geteuid()) return {};
+  const bool is_theirs = ::geteuid() == 0 && !config_.devices.empty() &&
+                         ::stat(config_.devices[0].second.c_str(), &device) == 0 &&
+                         device.st_uid == arena.st_uid;
+  if (is_theirs) return {};
+  return Status(ESTALE, "staging arena " + config_.arena_path +
+                            " cannot be taken over: it belongs to user " +
+                            std::to_string(arena.st_uid));
+}
 
 void Engine::sort_remains(Remains remains) {
   left_handles_ = std::move(remains.handles);
+  std::erase_if(left_handles_, [](const arena::HandleRecord& record) {
+    return record.ino >= kNumberEnd || record.handle >= kNumberEnd;
+  });
+  std::set<uint64_t> impossible;
+  for (const JournalEntry& entry : remains.changes) {
+    if (!is_possible(entry, config_.devices)) impossible.insert(entry.state.ino);
+  }
+  for (const StagedSlot& staged : remains.slots) {
+    if (!is_possible(staged)) impossible.insert(staged.record.ino);
+  }
   for (JournalEntry& entry : remains.changes) {
     Remainder& remainder = remainders_[entry.state.ino];
     if (entry.kind == arena::Change::Closed) {
@@ -24,6 +91,11 @@ void Engine::sort_remains(Remains remains) {
     Remainder& remainder = remainders_[staged.record.ino];
     remainder.changed = std::max(remainder.changed, staged.record.sequence);
     remainder.slots.push_back(staged);
+  }
+  for (const uint64_t ino : impossible) {
+    log(40, "inode " + std::to_string(ino) +
+                ": what the staging arena holds of it is impossible, " + "and is left out");
+    abandon(ino);
   }
 }
 

@@ -206,6 +206,8 @@ class File : public std::enable_shared_from_this<File> {
   // --- reading (file_read.cc) ---
   // Fills in what `job` has to read; true if it is complete without device I/O.
   void read(ReadJob* job) EXCLUDES(mutex_);
+  // A device did not deliver what lies there.
+  void read_failed(const Place& place, int error) EXCLUDES(mutex_);
   // lseek(2) SEEK_DATA / SEEK_HOLE; -ENXIO behind the end.
   int64_t seek(uint64_t offset, bool data) EXCLUDES(mutex_);
 

@@ -1,6 +1,8 @@
 // Reads: device extents into the buffer, holes as zeros, staged bytes on top; and SEEK_HOLE/DATA.
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "block_checksum.h"
@@ -11,11 +13,16 @@ namespace {
 
 struct ReadPart : IoRequest {
   ReadJob* job = nullptr;
-  Extent extent;  // what it reads, where that is whole blocks
+  Extent extent;  // what it reads a part of, or, where that is to be checked, whole
   std::vector<Checksum> expected;
   void complete(int result) override {
     ReadJob* const target = job;
-    if (result == 0) result = target->check(extent, expected);
+    if (result == 0) {
+      result = target->check(extent, expected);
+    } else {
+      target->file->read_failed(extent.place, -result);
+      result = -EIO;  // whatever the device says: to who reads it is that
+    }
     delete this;
     target->part_done(result);
   }
@@ -75,6 +82,17 @@ ObjectRef File::object_ref(uint16_t device, uint64_t id) {
   return object;
 }
 
+// An object that is not there, or is none: errors of the device itself are told of elsewhere.
+void File::read_failed(const Place& place, int error) {
+  constexpr std::array kNoObject = {ENOENT, ENOTDIR, EISDIR, ELOOP, ENXIO, EINVAL};
+  if (std::find(kNoObject.begin(), kNoObject.end(), error) == kNoObject.end()) return;
+  std::array<char, 24> id;
+  std::snprintf(id.data(), id.size(), "%016llx", static_cast<unsigned long long>(place.object));
+  const MutexLock lock(mutex_);
+  say_once(40, "object " + std::string(id.data()) + " on device " + std::to_string(place.device) +
+                   " cannot be read: " + std::strerror(error));
+}
+
 void File::unpin(const std::vector<Slot*>& slots) {
   bool freed = false;
   {
@@ -108,8 +126,8 @@ void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& act
         uint64_t{extent.place.object_block} * kBlockBytes + (from - extent.block * kBlockBytes);
     part->buffer = job->buffer + (from - job->base);
     part->length = to - from;
+    part->extent = extent;
     if (plane_.checksums()) {
-      part->extent = extent;
       part->expected = map_.checksums(extent.block, extent.count);
     }
     ++job->pending;

@@ -48,6 +48,11 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
   const MutexLock lock(mutex_);
   recovered_slots_ = slots;
   for (const StagedSlot& staged : slots) {
+    if (staged.record.chunk_bytes == placement_.chunk_bytes) continue;
+    say_once(40, "the staging arena holds chunks of another size of it: they are left out");
+    staged.slot->ranges = {};
+  }
+  for (const StagedSlot& staged : slots) {
     const uint64_t start = staged.record.chunk * placement_.chunk_bytes;
     for (const auto& range : staged.slot->ranges.all()) note_replaced(start + range.begin);
   }

@@ -64,8 +64,8 @@ std::string encode(const std::vector<WrittenExtent>& extents) {
   return payload;
 }
 
-std::vector<WrittenExtent> decode_extents(std::string_view payload) {
-  std::vector<WrittenExtent> extents;
+// False where the payload says that it is longer than it is.
+bool decode_extents(std::string_view payload, std::vector<WrittenExtent>& extents) {
   arena::ChangeExtent head{};
   while (payload.size() >= sizeof head) {
     std::memcpy(&head, payload.data(), sizeof head);
@@ -75,8 +75,7 @@ std::vector<WrittenExtent> decode_extents(std::string_view payload) {
         {head.block, head.count, Place{head.object, head.object_block, head.device, unwritten}},
         {}};
     if (head.flags == arena::kExtentChecksummed) {
-      // A record is believed whole or not at all, so they are there.
-      assert(head.count <= payload.size() / sizeof(uint32_t));
+      if (head.count > payload.size() / sizeof(uint32_t)) return false;
       written.checksums.resize(head.count);
       std::memcpy(written.checksums.data(), payload.data(), head.count * sizeof(uint32_t));
       payload.remove_prefix(
@@ -84,7 +83,7 @@ std::vector<WrittenExtent> decode_extents(std::string_view payload) {
     }
     extents.push_back(std::move(written));
   }
-  return extents;
+  return true;
 }
 
 JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
@@ -95,7 +94,7 @@ JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
                  (head.flags & arena::kPrivilegesDropped) != 0};
   if (head.kind == arena::Change::Closed) entry.killed_by = head.flags >> arena::kKilledByShift;
   if (head.kind == arena::Change::Extents || head.kind == arena::Change::Erase) {
-    entry.extents = decode_extents({payload, head.bytes});
+    entry.is_possible = decode_extents({payload, head.bytes}, entry.extents);
   } else if (head.kind == arena::Change::Punch && head.bytes >= 2 * sizeof(uint64_t)) {
     std::memcpy(&entry.begin, payload, sizeof(uint64_t));
     std::memcpy(&entry.end, payload + sizeof(uint64_t), sizeof(uint64_t));

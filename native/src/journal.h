@@ -42,6 +42,7 @@ struct JournalEntry {
   uint64_t begin = 0;                  // of Punch: bytes
   uint64_t end = 0;
   int killed_by = 0;  // of Closed: the signal that ended the writer
+  bool is_possible = true;
 };
 
 class Journal {

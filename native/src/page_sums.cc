@@ -9,6 +9,7 @@
 
 #include "crc32c.h"
 #include "file_descriptor.h"
+#include "regular_file.h"
 
 namespace fpfs {
 namespace {
@@ -37,8 +38,8 @@ uint32_t header_crc(const Header& header) { return crc32c(0, &header, offsetof(H
 
 PageSums::PageSums(std::string filesystem_id) : filesystem_id_(std::move(filesystem_id)) {}
 
-Result<PageSums> PageSums::load(const std::string& path) {
-  const FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+Result<PageSums> PageSums::load(const std::string& path, uint64_t pages_there) {
+  const FileDescriptor fd(open_regular(path, O_RDONLY));
   if (!fd) return Status::from_errno("opening " + path);
   Header header{};
   size_t count = 0;
@@ -54,6 +55,10 @@ Result<PageSums> PageSums::load(const std::string& path) {
   sums.log_frames = header.log_frames;
   struct stat found {};
   if (::fstat(fd.get(), &found) != 0) return Status::from_errno("looking at " + path);
+  if (header.page_count > pages_there + kPagesAddedMax) {
+    return Status(EUCLEAN, "its page checksums are of " + std::to_string(header.page_count) +
+                               " pages, and it has " + std::to_string(pages_there));
+  }
   const uint64_t there =
       (std::max<uint64_t>(found.st_size, kHeaderBytes) - kHeaderBytes) / sizeof(uint32_t);
   if (header.page_count > there + kPagesAddedMax) {
@@ -96,8 +101,7 @@ Status PageSums::store(int fd) const {
 
 Status PageSums::replace(const std::string& path) const {
   const std::string made = path + ".new";
-  const FileDescriptor fd(::open(
-      made.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR));
+  const FileDescriptor fd(make_regular(made));
   if (!fd) return Status::from_errno("making " + made);
   Status status = store(fd.get());
   if (!status.ok()) return status;

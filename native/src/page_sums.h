@@ -31,7 +31,8 @@ class PageSums {
   explicit PageSums(std::string filesystem_id);
 
   // ENOENT where there is no file.
-  static Result<PageSums> load(const std::string& path);
+  // `pages_there` bounds what is believed: the pages of the database as long as it is.
+  static Result<PageSums> load(const std::string& path, uint64_t pages_there = UINT32_MAX);
   // Writes all sums into an open file, and flushes it.
   Status store(int fd) const;
   // Replaces the file, whole or not at all; the caller flushes the folder.

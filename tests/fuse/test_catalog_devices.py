@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fpfs.core.control import RecoveryStatus
-from fpfs.testing.mounted import CommandFailed, Mount, mounted
+from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted
 from tests.support.catalogs import Damage
 from tests.support.crash import close_dead, crash
 
@@ -113,3 +114,13 @@ def test_what_was_recovered_is_told() -> None:
         assert (found.handles_taken_over, found.catalog) == (0, ())
         assert found.objects_removed, "some were kept ready"
         assert (mount.root / "staged").read_bytes() == b"x" * 100
+        text = check_fpfs("recovery", mount.root, module="fpfs.cli.ctl")
+        assert "finished: 1 file with changes that were acknowledged and not committed" in text
+        assert "rolled back: 1 file without a name, or never finished, deleted" in text
+        assert f"rolled back: {found.objects_removed} object" in text
+        as_json = check_fpfs("recovery", "--json", mount.root, module="fpfs.cli.ctl")
+        assert msgspec.json.decode(as_json, type=RecoveryStatus) == found
+        mount.remount()
+        assert "nothing had to be recovered" in check_fpfs(
+            "recovery", mount.root, module="fpfs.cli.ctl"
+        )

@@ -17,6 +17,7 @@ from fpfs.core.engine import BLOCK_BYTES
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.contents import random_bytes
 from tests.support.damage import blocks_of, flip, stored_blocks
+from tests.support.files_changing import keep_changing
 from tests.support.processes import python_child
 
 
@@ -123,23 +124,6 @@ def test_a_busy_filesystem_has_no_false_damage() -> None:
             for writer in writers:
                 writer.join()
         assert found(mount.root) == set()
-
-
-def keep_changing(root: Path, seed: int, ended: threading.Event) -> None:
-    """Rewrite, cut, remove and make files anew until told to stop."""
-    chooser = random.Random(seed)
-    folder = root / f"folder{seed}"
-    folder.mkdir()
-    while not ended.is_set():
-        path = folder / f"file{chooser.randrange(4)}"
-        with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
-            os.pwrite(file.fileno(), chooser.randbytes(500_000), chooser.randrange(2_000_000))
-            if chooser.random() < 0.5:
-                os.fsync(file.fileno())
-            if chooser.random() < 0.3:
-                file.truncate(chooser.randrange(2_000_000))
-        if chooser.random() < 0.2:
-            path.unlink()
 
 
 def test_a_scrub_goes_on_with_the_next_server() -> None:

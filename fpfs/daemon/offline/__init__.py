@@ -1,0 +1,1 @@
+"""Tools that work on device directories without a server: check, repair, and export."""

@@ -1,0 +1,463 @@
+"""Export: copies files out of device directories, without a server and without FUSE.
+
+What is copied is what a mount would show: names, permissions, times, extended attributes, symbolic
+and hard links, holes, and owners where the caller may set them. Every block is compared with its
+checksum. A file of which a block is lost is there under its name with `.damaged` behind it, with
+zeros in place of what is lost.
+
+Invariants:
+  * Nothing on the devices is changed.
+  * Nothing is made outside of the destination: every name is checked, and made in a directory that
+    this program has open, never through a symbolic link.
+  * A file has its own name only when all of it was copied and fitted its checksums.
+
+Concurrency: plain blocking functions of one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, ObjectId, checksum_blocks
+from fpfs.core.errors import DamagedData
+from fpfs.core.fsck import Exported
+from fpfs.core.layout import UNVERIFIED, UNWRITTEN
+from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX
+from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, row_crc
+from fpfs.daemon.devices import find_devices
+from fpfs.daemon.offline.contents import SegmentRow
+from fpfs.daemon.offline.findings import show_name
+from fpfs.daemon.offline.fsck import image_folder, open_image, refusing_image
+from fpfs.daemon.offline.names import is_name
+from fpfs.daemon.offline.objects import READ_BLOCKS, Objects
+from fpfs.daemon.places import arena_path
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fpfs.core.layout import Run
+
+DAMAGED_SUFFIX = b".damaged"
+DEPTH_MAX = 1_000
+"""Directories within each other that are followed; each is open while what is in it is copied."""
+
+
+class _Inode(NamedTuple):
+    """What is copied of an inode."""
+
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    rdev: int
+    target: bytes | None
+
+
+def export(
+    paths: Sequence[str],
+    destination: str,
+    *,
+    subtree: str,
+    progress: Callable[[int, int], None],
+) -> Exported:
+    """Copy everything, or what is at the path `subtree`, into an empty or new directory.
+
+    `progress` is told the bytes that were copied, and about how many there are. Raises `Refused`.
+    """
+    asked = f"export to {destination}"
+    refuse_empty(destination, what="destination", asked=asked)
+    if not paths:
+        raise Refused(
+            asked=asked,
+            wrong="no device directory is named",
+            remedy="name all device directories of a filesystem, and then an empty directory",
+        )
+    with contextlib.ExitStack() as stack:
+        devices = stack.enter_context(find_devices(paths, asked=asked))
+        folder = stack.enter_context(image_folder(asked))
+        image = open_image(devices, folder, asked=asked)
+        destination_fd = _open_destination(destination, asked=asked)
+        stack.callback(os.close, destination_fd)
+        notes = []
+        if os.path.lexists(arena_path(devices.filesystem_id)):
+            notes.append(
+                "its server died in this boot of the machine: what was acknowledged and not"
+                " committed is not copied; a mount recovers it"
+            )
+        if image is None:
+            notes.append("it was formatted, and nothing was ever stored in it")
+            return Exported(
+                files=0, directories=0, others=0, bytes_copied=0, problems=(), notes=tuple(notes)
+            )
+        stack.callback(image.close)
+        notes += [f"catalog {path} is not used: {why}" for path, why in image.troubles.items()]
+        objects = Objects(devices.devices)
+        stack.callback(objects.close)
+        copy = _Export(image.connection, objects, progress)
+        with refusing_image(asked):
+            ino = copy.find(subtree, asked=asked)
+            copy.run(ino, os.path.basename(os.fsencode(subtree).rstrip(b"/")), destination_fd)
+        return copy.result(notes)
+
+
+def _open_destination(path: str, *, asked: str) -> int:
+    """Make the directory or check that it is empty; returns a descriptor."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        is_empty = not os.listdir(descriptor)
+    except OSError as error:
+        raise Refused(
+            asked=asked,
+            wrong=f"{path}: {error.strerror}",
+            remedy="name an empty directory, or one that does not exist in one that does",
+        ) from None
+    if not is_empty:
+        os.close(descriptor)
+        raise Refused(
+            asked=asked, wrong=f"{path} is not empty", remedy="name an empty or new directory"
+        )
+    return descriptor
+
+
+class _Export:
+    """One export under way."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        objects: Objects,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._connection = connection
+        self._objects = objects
+        self._progress = progress
+        self._problems: list[str] = []
+        self._links: dict[int, str] = {}
+        """Where an inode was copied to, from the destination on."""
+        self._damaged: set[int] = set()
+        self._directories_seen: set[int] = set()
+        self._files = self._directories = self._others = 0
+        self._bytes_copied = 0
+        self._bytes_total = int(
+            connection.execute("SELECT coalesce(sum(allocated_bytes), 0) FROM inodes").fetchone()[0]
+        )
+        self._sets_owners = os.geteuid() == 0
+
+    def result(self, notes: Sequence[str]) -> Exported:
+        """What came of it."""
+        return Exported(
+            files=self._files,
+            directories=self._directories,
+            others=self._others,
+            bytes_copied=self._bytes_copied,
+            problems=tuple(self._problems),
+            notes=tuple(notes),
+        )
+
+    def find(self, subtree: str, *, asked: str) -> int:
+        """The inode at a path from the root. Raises `Refused`."""
+        ino = ROOT_INO
+        for part in os.fsencode(subtree).split(b"/"):
+            if part in (b"", b"."):
+                continue
+            row = self._connection.execute(
+                "SELECT ino FROM names WHERE parent = ? AND name = ?", (ino, part)
+            ).fetchone()
+            if row is None:
+                raise Refused(
+                    asked=asked,
+                    wrong=f"there is no {show_name(os.fsencode(subtree))} in the filesystem",
+                    remedy="name a path as it is below the mountpoint",
+                )
+            ino = row[0]
+        return ino
+
+    def run(self, ino: int, name: bytes, destination_fd: int) -> None:
+        """Copy an inode: the content of a directory, or anything else under its name."""
+        inode = self._inode(ino)
+        self._destination_fd = destination_fd
+        if inode is not None and stat.S_ISDIR(inode.mode):
+            self._directories_seen.add(ino)
+            self._copy_entries(ino, destination_fd, b"", depth=0)
+            self._set_attributes(destination_fd, inode, b".")
+        else:
+            self._copy(ino, name, destination_fd, b"", depth=0)
+
+    def _problem(self, path: bytes, text: str) -> None:
+        self._problems.append(f"{show_name(path)}: {text}")
+
+    def _inode(self, ino: int) -> _Inode | None:
+        row = self._connection.execute(
+            "SELECT ino, mode, uid, gid, size, atime_ns, mtime_ns, rdev, target FROM inodes"
+            " WHERE ino = ?",
+            (ino,),
+        ).fetchone()
+        return None if row is None else _Inode._make(row)
+
+    def _copy_entries(self, ino: int, folder_fd: int, path: bytes, *, depth: int) -> None:
+        entries = self._connection.execute(
+            "SELECT name, ino FROM names WHERE parent = ? ORDER BY cookie", (ino,)
+        )
+        while batch := entries.fetchmany(1000):
+            for name, child in batch:
+                if ino == ROOT_INO and child == FPFS_INO and name == b".fpfs":
+                    continue
+                self._copy(child, name, folder_fd, path, depth=depth)
+
+    def _copy(self, ino: int, name: bytes, folder_fd: int, above: bytes, *, depth: int) -> None:
+        path = above + b"/" + name if above else name
+        if not is_name(name):
+            self._problem(path, "left out: this is no name of a file")
+            return
+        inode = self._inode(ino)
+        if inode is None:
+            self._problem(path, f"left out: its inode {ino} is not there")
+            return
+        try:
+            self._make(inode, name, folder_fd, path, depth=depth)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            self._problem(path, f"left out: {error.strerror}")
+
+    def _make(self, inode: _Inode, name: bytes, folder_fd: int, path: bytes, *, depth: int) -> None:
+        """Make one thing in the destination. Raises OSError."""
+        if inode.ino in self._links:
+            if inode.ino in self._damaged:
+                self._problem(path, "damaged, as its other name is")
+                name = _damaged_name(name)
+            os.link(
+                self._links[inode.ino],
+                name,
+                src_dir_fd=self._destination_fd,
+                dst_dir_fd=folder_fd,
+                follow_symlinks=False,
+            )
+            return
+        match stat.S_IFMT(inode.mode):
+            case stat.S_IFDIR:
+                self._make_directory(inode, name, folder_fd, path, depth=depth)
+                return
+            case stat.S_IFREG:
+                path = self._make_file(inode, name, folder_fd, path)
+                self._files += 1
+            case stat.S_IFLNK:
+                os.symlink(inode.target or b"", name, dir_fd=folder_fd)
+                self._set_link_attributes(inode, name, folder_fd)
+                self._others += 1
+            case stat.S_IFIFO | stat.S_IFSOCK | stat.S_IFCHR | stat.S_IFBLK:
+                self._make_node(inode, name, folder_fd)
+                self._others += 1
+            case _:
+                raise OSError(errno.EINVAL, f"its mode {inode.mode:o} is impossible")
+        self._links[inode.ino] = os.fsdecode(path)
+
+    def _make_directory(
+        self, inode: _Inode, name: bytes, folder_fd: int, path: bytes, *, depth: int
+    ) -> None:
+        if inode.ino in self._directories_seen:
+            raise OSError(errno.ELOOP, f"directory inode {inode.ino} was copied already")
+        if depth >= DEPTH_MAX:
+            raise OSError(errno.ELOOP, f"more than {DEPTH_MAX} directories within each other")
+        self._directories_seen.add(inode.ino)
+        os.mkdir(name, 0o700, dir_fd=folder_fd)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=folder_fd)
+        try:
+            self._copy_entries(inode.ino, descriptor, path, depth=depth + 1)
+            self._set_attributes(descriptor, inode, path)
+        finally:
+            os.close(descriptor)
+        self._directories += 1
+
+    def _make_node(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
+        os.mknod(name, stat.S_IFMT(inode.mode) | 0o600, inode.rdev, dir_fd=folder_fd)
+        if self._sets_owners:
+            os.chown(name, inode.uid, inode.gid, dir_fd=folder_fd, follow_symlinks=False)
+        os.chmod(name, stat.S_IMODE(inode.mode), dir_fd=folder_fd)
+        self._set_times(inode, name, folder_fd)
+
+    def _set_link_attributes(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
+        if self._sets_owners:
+            os.chown(name, inode.uid, inode.gid, dir_fd=folder_fd, follow_symlinks=False)
+        self._set_times(inode, name, folder_fd)
+
+    def _set_times(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
+        times = (inode.atime_ns, inode.mtime_ns)
+        os.utime(name, ns=times, dir_fd=folder_fd, follow_symlinks=False)
+
+    def _set_attributes(self, descriptor: int, inode: _Inode, path: bytes) -> None:
+        """Owner, permissions, extended attributes and times, in the order that keeps them all."""
+        rows = self._connection.execute(
+            "SELECT name, value FROM xattrs WHERE ino = ?", (inode.ino,)
+        ).fetchall()
+        for name, value in rows:
+            try:
+                os.setxattr(descriptor, name, value)
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or str(error)
+                self._problem(path, f"its attribute {show_name(name)} cannot be set: {why}")
+        permissions = stat.S_IMODE(inode.mode)
+        if self._sets_owners:
+            os.fchown(descriptor, inode.uid, inode.gid)
+        else:
+            # For another owner these would mean something else.
+            permissions &= ~(stat.S_ISUID | stat.S_ISGID)
+        os.fchmod(descriptor, permissions)
+        os.utime(descriptor, ns=(inode.atime_ns, inode.mtime_ns))
+
+    def _make_file(self, inode: _Inode, name: bytes, folder_fd: int, path: bytes) -> bytes:
+        """Copy a file; returns the path that it has."""
+        if not 0 <= inode.size <= FILE_BYTES_MAX:
+            raise OSError(errno.EFBIG, f"its size {inode.size} is impossible")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o600, dir_fd=folder_fd)
+        try:
+            damage = self._copy_content(inode, descriptor)
+            os.ftruncate(descriptor, inode.size)
+            self._set_attributes(descriptor, inode, path)
+        except OSError:
+            os.unlink(name, dir_fd=folder_fd)  # a part must not be taken for the file
+            raise
+        finally:
+            os.close(descriptor)
+        if not damage:
+            return path
+        for text in damage:
+            self._problem(path, text)
+        self._damaged.add(inode.ino)
+        damaged = _damaged_name(name)
+        _rename_aside(name, damaged, folder_fd)
+        return path[: len(path) - len(name)] + damaged
+
+    def _copy_content(self, inode: _Inode, descriptor: int) -> list[str]:
+        """Copy what a file holds; returns what of it is lost, in words."""
+        inline = self._connection.execute(
+            "SELECT content, crc FROM inline WHERE ino = ?", (inode.ino,)
+        ).fetchone()
+        if inline is not None:
+            content, crc = inline
+            if row_crc(inode.ino, content=content) != crc:
+                return ["its content in the catalog fails its checksum"]
+            _write_data(descriptor, content[: inode.size], 0)
+            self._bytes_copied += min(len(content), inode.size)
+            return []
+        damage: list[str] = []
+        lost: list[tuple[int, int, str]] = []
+        for fields in self._connection.execute(
+            "SELECT ino, segment, blob, crc FROM segments WHERE ino = ? ORDER BY segment",
+            (inode.ino,),
+        ):
+            row = SegmentRow(*fields)
+            try:
+                segment = row.decode()
+            except DamagedData as error:
+                first = row.index * SEGMENT_BLOCKS * BLOCK_BYTES
+                damage.append(f"what lies from byte {first} on is unknown: {error.strerror}")
+                continue
+            start = row.index * SEGMENT_BLOCKS
+            verified = dict(segment.verified())
+            for run in segment.runs:
+                if run.flags != UNWRITTEN:
+                    wanted = verified.get(run, ())
+                    assert run.flags == UNVERIFIED or len(wanted) == run.count
+                    pieces = self._pieces(run, wanted)
+                    lost += self._copy_run(pieces, start + run.block, inode.size, descriptor)
+        return [*damage, *_lost_lines(lost)]
+
+    def _pieces(
+        self, run: Run, checksums: Sequence[int]
+    ) -> Iterator[tuple[int, int, bytes, list[tuple[int, str]]]]:
+        """Yield parts of a run: first block, count, bytes, and blocks that are lost, and why."""
+        place = ObjectId(run.device, run.object)
+        for first in range(0, run.count, READ_BLOCKS):
+            count = min(READ_BLOCKS, run.count - first)
+            wanted = checksums[first : first + count]
+            try:
+                content = self._objects.read_blocks(place, run.object_block + first, count)
+                if not wanted or checksum_blocks(content) == list(wanted):
+                    yield first, count, content, []
+                    continue
+            except OSError as error:
+                if not wanted:
+                    lost = [(i, f"cannot be read: {error.strerror}") for i in range(count)]
+                    yield first, count, bytes(count * BLOCK_BYTES), lost
+                    continue
+            yield self._singly(place, run, first, wanted)
+
+    def _singly(
+        self, place: ObjectId, run: Run, first: int, wanted: Sequence[int]
+    ) -> tuple[int, int, bytes, list[tuple[int, str]]]:
+        """A part of a run in which some blocks are damaged."""
+        parts, lost = [], []
+        for i, checksum in enumerate(wanted):
+            content, why = bytes(BLOCK_BYTES), ""
+            try:
+                read = self._objects.read_blocks(place, run.object_block + first + i, 1)
+                why = "" if checksum_blocks(read) == [checksum] else "fails its checksum"
+                content = content if why else read
+            except OSError as error:
+                why = f"cannot be read: {error.strerror}"
+            if why:
+                lost.append((i, why))
+            parts.append(content)
+        return first, len(wanted), b"".join(parts), lost
+
+    def _copy_run(
+        self,
+        pieces: Iterator[tuple[int, int, bytes, list[tuple[int, str]]]],
+        block: int,
+        size: int,
+        descriptor: int,
+    ) -> list[tuple[int, int, str]]:
+        """Write the parts of a run, from a file's block on; returns what is lost: bytes, why."""
+        ranges: list[tuple[int, int, str]] = []
+        for first, _count, content, lost in pieces:
+            offset = (block + first) * BLOCK_BYTES
+            kept = content[: max(0, size - offset)]
+            if kept:
+                _write_data(descriptor, kept, offset)
+                self._bytes_copied += len(kept)
+            for i, why in lost:
+                at = offset + i * BLOCK_BYTES
+                if at < size:
+                    ranges.append((at, min(size, at + BLOCK_BYTES), why))
+            self._progress(self._bytes_copied, max(self._bytes_total, self._bytes_copied))
+        return ranges
+
+
+def _write_data(descriptor: int, content: bytes, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        with memoryview(content)[done:] as rest:
+            done += os.pwrite(descriptor, rest, offset + done)
+
+
+def _damaged_name(name: bytes) -> bytes:
+    return name[: NAME_BYTES_MAX - len(DAMAGED_SUFFIX)] + DAMAGED_SUFFIX
+
+
+def _lost_lines(lost: Sequence[tuple[int, int, str]]) -> Iterator[str]:
+    """Lines for ranges of bytes (begin, end, why) in order, those that adjoin as one."""
+    first = 0
+    for i, (_begin, end, why) in enumerate(lost):
+        if i + 1 == len(lost) or lost[i + 1][::2] != (end, why):
+            yield f"bytes {lost[first][0]} to {end - 1} are lost: {why}"
+            first = i + 1
+
+
+def _rename_aside(name: bytes, damaged: bytes, folder_fd: int) -> None:
+    """Rename without replacing: the link comes first, and fails where there is such a name."""
+    os.link(name, damaged, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+    os.unlink(name, dir_fd=folder_fd)
