@@ -98,6 +98,7 @@ nb::dict statistics(Engine& engine) {
     entry["queued"] = s.requests_queued;
     entry["errors"] = s.errors;
     entry["checksum_errors"] = engine.checksum_errors(device->number());
+    entry["read_errors"] = engine.read_errors(device->number());
     entry["backend"] = s.io_uring ? "io_uring" : "threads";
     entry["direct"] = s.direct;
     entry["buffers_registered"] = s.buffers_registered;
@@ -115,6 +116,7 @@ nb::dict statistics(Engine& engine) {
     channel["reads"] = s.reads.load();
     channel["read_bytes"] = s.read_bytes.load();
     channel["relayed"] = s.relayed.load();
+    channel["handles"] = engine.handle_count();
   }
   nb::dict result;
   result["staging"] = staging;

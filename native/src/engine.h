@@ -159,6 +159,7 @@ class Engine : public Plane {
       EXCLUDES(table_mutex_);
   // Of a directory, say: it is not served here, but a successor has to know of it.
   Status record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request);
+  size_t handle_count() EXCLUDES(table_mutex_);
   // Null if there was none.
   std::shared_ptr<Handle> release_handle(uint64_t handle) EXCLUDES(table_mutex_);
   // The kernel has closed the handle. Python, which has to follow before it does anything that the
@@ -209,6 +210,9 @@ class Engine : public Plane {
   bool checksums() const override { return config_.checksums; }
   void report_damage(uint64_t ino, uint64_t block, const Place& place) override
       EXCLUDES(damage_mutex_);
+  void report_unreadable(uint64_t ino, uint16_t device, int error) override EXCLUDES(damage_mutex_);
+  // How often a device did not deliver what was to be read.
+  uint64_t read_errors(uint16_t device) const;
   // How often a block of a device was found not to be what was written there.
   uint64_t checksum_errors(uint16_t device) const;
   unsigned read_begin() override EXCLUDES(phase_mutex_);
@@ -253,6 +257,7 @@ class Engine : public Plane {
   std::vector<Device*> by_number_;
   std::unique_ptr<std::atomic<int>[]> failed_;                // errno by device number
   std::unique_ptr<std::atomic<uint64_t>[]> checksum_errors_;  // by device number
+  std::unique_ptr<std::atomic<uint64_t>[]> read_errors_;      // by device number
   std::unique_ptr<Channel> channel_;
   Worker worker_;  // may wait for what the waker brings about
   Worker waker_;
@@ -279,6 +284,7 @@ class Engine : public Plane {
 
   Mutex damage_mutex_;
   std::set<std::tuple<uint16_t, uint64_t, uint32_t>> damage_ GUARDED_BY(damage_mutex_);  // logged
+  std::set<std::pair<uint64_t, uint16_t>> unreadable_ GUARDED_BY(damage_mutex_);         // likewise
 
   Mutex park_mutex_;
   std::vector<std::function<bool()>> parked_ GUARDED_BY(park_mutex_);

@@ -29,8 +29,10 @@ struct Gather {
 
 struct GatherRequest : IoRequest {
   Gather* gather = nullptr;
+  std::function<void(int error)> failed;
   void complete(int result) override {
     Gather* const target = gather;
+    if (result != 0) failed(-result);
     delete this;
     target->part(result);
   }
@@ -534,7 +536,7 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
       if (error != 0) self->record_error(error, "flushing to a device failed");
       if (error == 0) self->said_.clear();
     }
-    done(error, snapshot);
+    done(told(error), snapshot);
   };
   if (last) {
     for (const auto& [number, entry] : appenders_) submit_trim(entry, actions);
@@ -547,6 +549,9 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
     request->op = IoOp::Flush;
     request->object = object;
     request->gather = gather;
+    request->failed = [self = shared_from_this(), device = key.first](int error) {
+      self->blame(device, error);
+    };
     ++gather->pending;
     Device* device = plane_.device(key.first);
     actions.add([device, request] {

@@ -11,11 +11,16 @@ namespace {
 
 struct ReadPart : IoRequest {
   ReadJob* job = nullptr;
+  uint16_t device = 0;
   Extent extent;  // what it reads, where that is whole blocks
   std::vector<Checksum> expected;
   void complete(int result) override {
     ReadJob* const target = job;
-    if (result == 0) result = target->check(extent, expected);
+    if (result == 0) {
+      result = target->check(extent, expected);
+    } else {
+      result = target->unreadable(device, result);
+    }
     delete this;
     target->part_done(result);
   }
@@ -34,6 +39,11 @@ int ReadJob::check(const Extent& extent, const std::vector<Checksum>& expected) 
     if (!is_staged(damaged.block)) result = -EIO;
   }
   return result;
+}
+
+int ReadJob::unreadable(uint16_t device, int result) {
+  file->plane_.report_unreadable(file->ino(), device, -result);
+  return -File::told(-result);
 }
 
 bool ReadJob::is_staged(uint64_t block) const {
@@ -103,6 +113,7 @@ void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& act
     auto* part = new ReadPart();
     part->op = IoOp::Read;
     part->job = job;
+    part->device = extent.place.device;
     part->object = object_ref(extent.place.device, extent.place.object);
     part->offset =
         uint64_t{extent.place.object_block} * kBlockBytes + (from - extent.block * kBlockBytes);
