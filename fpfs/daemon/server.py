@@ -113,7 +113,7 @@ class Server:
         self._link = link
         self._inherited = inherited
         policy = Policy(
-            devices=tuple(device.number for device in devices.devices),
+            devices=devices.numbers,
             chunk_bytes=options.chunk_bytes,
             ack=options.ack,
             whole=options.whole,
@@ -221,7 +221,8 @@ class Server:
                 catalog=self._catalog, engine=self._engine, devices=self._devices.devices
             )
             self._recovery = msgspec.structs.replace(self._recovery, objects_removed=removed)
-            self._catalog.ended_cleanly = True
+            # Those on a device that is missing are looked for when it is back.
+            self._catalog.ended_cleanly = not self._devices.missing
 
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""
@@ -255,7 +256,7 @@ class Server:
         self._namespace.catch_up()
         statistics = self._engine.statistics()
         devices = await trio.to_thread.run_sync(
-            metrics.device_statuses, self._devices.devices, statistics
+            metrics.device_statuses, self._devices.devices, self._devices.missing, statistics
         )
         return Status(
             version=fpfs.__version__,
@@ -476,6 +477,8 @@ class Server:
             self._closed = True
             self._namespace.close()
             await trio.to_thread.run_sync(self._engine.close)
+            if self._devices.missing:
+                self._catalog.ended_cleanly = False
             await self._catalog.close()
             self._devices.close()
 
@@ -508,8 +511,9 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     Raises `CatalogMissing` where there are objects without the catalog that names them.
     """
     paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
+    absent = [Path(folder, CATALOG_NAME) for folder in devices.missing_catalog_directories]
     unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
-    is_new = unused and not any(path.exists() for path in paths)
+    is_new = unused and not devices.missing and not any(path.exists() for path in paths)
     if is_new:
         Catalog.format(
             paths[0],
@@ -520,12 +524,17 @@ def open_catalog(devices: DeviceSet) -> Catalog:
             ],
             root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
         )
-    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new)
+    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new, absent=absent)
 
 
 def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
     """Raise `CatalogError` unless the catalog is that of the devices, as their stamps have them."""
-    known = {device.number: device.device_id for device in catalog.devices}
+    missing = {device.number for device in devices.missing}
+    known = {
+        device.number: device.device_id
+        for device in catalog.devices
+        if device.number not in missing
+    }
     found = {device.number: device.device_id for device in devices.devices}
     if catalog.filesystem_id != devices.filesystem_id:
         ours, theirs = f"filesystem {catalog.filesystem_id}", f"filesystem {devices.filesystem_id}"
@@ -577,11 +586,18 @@ async def serve(
         asked=config.asked,
         adopt=config.options.adopt,
         may_format=not config.options.read_only,
+        degraded=config.options.degraded,
         held_fds=inherited.lock_fds if inherited else (),
         holder_pid=link.keeper_pid,
     ) as devices:
         for note in devices.notes:
             _log.info("%s", note)
+        for missing in devices.missing:
+            _log.warning(
+                "device %d is missing (%s: %s): what lies there gives EIO, new chunks avoid it",
+                *missing[:2],
+                missing.trouble,
+            )
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
             check_identity(catalog, devices)
