@@ -219,6 +219,8 @@ class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
     catalog: tuple[str, ...] = ()
     handles_taken_over: int = 0
     files_taken_over: int = 0
+    files_lost: int = 0
+    """Files whose changes were lost with a damaged staging arena; versions before stay."""
     inodes_deleted: int = 0
     objects_removed: int | None = 0
 

@@ -203,6 +203,7 @@ class Server:
             catalog=self._catalog.recovered,
             handles_taken_over=taken.handles,
             files_taken_over=taken.changed,
+            files_lost=len(taken.lost),
             inodes_deleted=deleted,
             objects_removed=0 if self._catalog.ended_cleanly else None,
         )
@@ -477,7 +478,8 @@ class Server:
             self._closed = True
             self._namespace.close()
             await trio.to_thread.run_sync(self._engine.close)
-            if self._devices.missing:
+            if self._devices.missing or self._commit.statistics().failures:
+                # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
             await self._catalog.close()
             self._devices.close()

@@ -239,8 +239,12 @@ void bind_takeover(nb::class_<Engine>& type) {
              for (const Engine::Left::Changed& inode : left.changed) {
                changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by));
              }
-             return nb::make_tuple(handles, changed);
+             nb::list suspects;
+             for (const uint64_t ino : left.suspects) suspects.append(ino);
+             return nb::make_tuple(handles, changed, suspects, left.all_suspect,
+                                   left.handles_damaged);
            })
+      .def("spoil", &Engine::spoil, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate", &Engine::invalidate, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate_name",
            [](Engine& engine, uint64_t directory, const nb::bytes& name) {

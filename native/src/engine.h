@@ -134,8 +134,15 @@ class Engine : public Plane {
     };
     std::vector<arena::HandleRecord> handles;
     std::vector<Changed> changed;
+    // A damaged record was of one of these inodes, or may have been of any: their changes are not
+    // whole. And whether open files are missing among the handles.
+    std::vector<uint64_t> suspects;
+    bool all_suspect = false;
+    bool handles_damaged = false;
   };
   Left left() const;
+  // What was acknowledged of an inode is lost, although it is open: see File::spoil.
+  void spoil(uint64_t ino) EXCLUDES(table_mutex_);
   uint64_t recover(uint64_t ino, bool trim);
   void abandon(uint64_t ino);
   // Objects of all loaded files, committed or not.
@@ -265,6 +272,9 @@ class Engine : public Plane {
   bool closed_ = false;
   std::unordered_map<uint64_t, Remainder> remainders_;  // used by one thread, before serve()
   std::vector<arena::HandleRecord> left_handles_;
+  std::set<uint64_t> suspects_;
+  bool all_suspect_ = false;
+  bool handles_damaged_ = false;
 
   Mutex event_mutex_;
   std::vector<Event> events_ GUARDED_BY(event_mutex_);

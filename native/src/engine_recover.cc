@@ -10,6 +10,16 @@ namespace fpfs {
 
 void Engine::sort_remains(Remains remains) {
   left_handles_ = std::move(remains.handles);
+  handles_damaged_ = remains.handles_damaged;
+  for (const RecordDamage& damage : remains.damage) {
+    const bool known = damage.ino.has_value();
+    log(40, "the staging arena is damaged (" + damage.what + ")" +
+                (known && damage.ino != 0
+                     ? ", what it held of inode " + std::to_string(*damage.ino) + " is lost"
+                     : ""));
+    if (!known) all_suspect_ = true;
+    if (damage.ino.value_or(0) != 0) suspects_.insert(*damage.ino);
+  }
   for (JournalEntry& entry : remains.changes) {
     Remainder& remainder = remainders_[entry.state.ino];
     if (entry.kind == arena::Change::Closed) {
@@ -30,6 +40,9 @@ void Engine::sort_remains(Remains remains) {
 Engine::Left Engine::left() const {
   Left result;
   result.handles = left_handles_;
+  result.suspects.assign(suspects_.begin(), suspects_.end());
+  result.all_suspect = all_suspect_;
+  result.handles_damaged = handles_damaged_;
   std::vector<std::pair<uint64_t, Left::Changed>> ordered;
   for (const auto& [ino, remainder] : remainders_) {
     const uint64_t last = std::max(remainder.closed, remainder.changed);
@@ -67,6 +80,10 @@ void Engine::abandon(uint64_t ino) {
   for (const StagedSlot& staged : it->second.slots) arena_->give(staged.slot);
   arena_->journal().settle(ino, UINT64_MAX);
   remainders_.erase(it);
+}
+
+void Engine::spoil(uint64_t ino) {
+  if (const std::shared_ptr<File> found = file(ino); found != nullptr) found->spoil();
 }
 
 std::vector<ObjectKey> Engine::held_objects() {

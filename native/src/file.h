@@ -183,6 +183,8 @@ class File : public std::enable_shared_from_this<File> {
   void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
                bool trim) EXCLUDES(mutex_);
   Outcome attach_recovered() EXCLUDES(mutex_);
+  // Changes of this file were acknowledged and are lost: until it is emptied, its handles get EIO.
+  void spoil() EXCLUDES(mutex_);
   // Everything on the devices that is this file's.
   std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
 

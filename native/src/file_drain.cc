@@ -499,6 +499,8 @@ void File::drain(bool last, DrainDone done) {
     const MutexLock lock(mutex_);
     if (dropped_ || draining_) {
       actions.add([done, error = dropped_ ? ENOENT : EBUSY] { done(error, {}); });
+    } else if (inline_mode_ && drain_error_ != 0) {
+      actions.add([done, error = drain_error_] { done(error, {}); });
     } else if (inline_mode_ && barriers_.empty()) {
       draining_ = true;
       flush_objects(last, snapshot({}, last), done, actions);

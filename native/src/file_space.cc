@@ -253,6 +253,10 @@ void File::truncate(uint64_t size, Done done) {
   Actions actions;
   {
     const MutexLock lock(mutex_);
+    if (size == 0 && inline_mode_) {  // a new content begins
+      drain_error_ = 0;
+      lost_.clear();
+    }
     if (size > kFileBytesMax || dropped_) {
       actions.add([done, error = dropped_ ? EIO : EFBIG] { done(error); });
     } else if (size >= size_) {

@@ -64,7 +64,9 @@ def blocks_of(mount: Mount, path: Path, *, copy: int = 0) -> list[StoredBlock]:
 
 def unknown_objects(mount: Mount) -> set[str]:
     """Objects on the devices that the catalog does not name, of a mount that has ended cleanly."""
-    with contextlib.closing(sqlite3.connect(mount.devices[0] / "catalog.db")) as connection:
+    alone = [device for device in mount.devices if (device / "catalog.alone").exists()]
+    newest = (alone or mount.devices)[0]
+    with contextlib.closing(sqlite3.connect(newest / "catalog.db")) as connection:
         rows = connection.execute("SELECT device, id FROM objects").fetchall()
     known = {f"{device}/{id_ & (1 << 64) - 1:016x}" for device, id_ in rows}
     found = {
