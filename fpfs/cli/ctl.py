@@ -97,7 +97,9 @@ def _show_status(found: Status) -> None:
         table.add_row(
             str(device.number),
             device.path,
-            device.error or f"{device.backend}, {'direct' if device.direct else 'buffered'}",
+            device.state
+            if device.error
+            else f"{device.backend}, {'direct' if device.direct else 'buffered'}",
             format_size(device.bytes_used),
             format_size(device.bytes_free),
             format_size(device.bytes_written),
@@ -105,6 +107,13 @@ def _show_status(found: Status) -> None:
             str(device.requests_in_flight),
         )
     console.print(table)
+    for device in found.devices:
+        if device.error:
+            console.print(
+                f"warning: device {device.number} ({device.path}): {device.error}",
+                highlight=False,
+                soft_wrap=True,
+            )
     staging = found.staging
     console.print(
         f"staging: {format_size(staging.bytes_used)} of {format_size(staging.bytes_total)}"

@@ -58,10 +58,11 @@ def mount(
             name=["--option", "-o"],
             negative="",
             help="Options as in fstab, a,b=c: the flags here, allow_other, noallow_other, adopt,"
-            " checksums, ro, nosuid, nodev, noexec, noatime; README.md has the table.",
+            " degraded, checksums, ro, nosuid, nodev, noexec, noatime; README.md has the table.",
         ),
     ] = None,
     foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    degraded: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     staging: str | None = None,
     chunk: str | None = None,
     depth: str | None = None,
@@ -79,12 +80,12 @@ def mount(
     ----------
     foreground
         Serve in this process and log to stderr, until unmounted or interrupted.
+    degraded
+        Mount although devices are missing: what lies on them gives errors, everything else works.
     staging
-        Memory for acknowledged bytes on their way to the devices, such as 512M (default: an
-        eighth of the memory, at most 1G).
+        Memory for acknowledged bytes, such as 512M (default: an eighth of all, at most 1G).
     chunk
-        Bytes of a file on one device before the next device's turn, such as 256K (default
-        1M).
+        Bytes of a file on one device before the next one's turn, such as 256K (default 1M).
     depth
         Requests in flight on each device (default 16).
     receivers
@@ -93,8 +94,7 @@ def mount(
     backend
         auto (the default), io_uring or threads.
     idle
-        shallow (the default): processors are kept out of deep idle states while requests come in
-        bursts. deep: they are left alone.
+        shallow (the default): processors stay out of deep idle states in bursts. deep: left alone.
     ack
         early (the default): write() answers when staged. close: close() waits until durable.
         durable: each write() does.
@@ -111,7 +111,7 @@ def mount(
         ack=ack,
         log=log,
     )
-    options = parse_mount_options([*(option or []), *flags])
+    options = parse_mount_options([*(option or []), *flags, *(["degraded"] * degraded)])
     if foreground:
         return _serve_here(mountpoint, device or [], options)
     started = launch.start(mountpoint=mountpoint, devices=device or [], options=options)

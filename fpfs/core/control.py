@@ -208,6 +208,18 @@ class Scrubbed(msgspec.Struct, kw_only=True, frozen=True):
     cursor: ScrubCursor | None
 
 
+class DeviceState(enum.StrEnum):
+    """How a device does."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    """Something on it could not be read, or was not what was written there."""
+    FAILED = "failed"
+    """It refused what must not fail, or cannot be looked at: new chunks avoid it."""
+    MISSING = "missing"
+    """The mount does without it."""
+
+
 class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     """One device directory. `bytes_used` is what its objects take; the rest is its filesystem's."""
 
@@ -223,6 +235,9 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     direct: bool
     checksum_errors: int = 0
     """How often a block was found not to be what was written there, since the server started."""
+    read_errors: int = 0
+    """How often it did not deliver what was to be read, since the server started."""
+    state: DeviceState = DeviceState.OK
     error: str = ""
     """What is wrong with it; its other figures may be missing (0) then."""
 
@@ -269,6 +284,8 @@ class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
     catalog: tuple[str, ...] = ()
     handles_taken_over: int = 0
     files_taken_over: int = 0
+    files_lost: int = 0
+    """Files whose changes were lost with a damaged staging arena; versions before stay."""
     inodes_deleted: int = 0
     objects_removed: int | None = 0
 

@@ -215,6 +215,16 @@ class Left(NamedTuple):
 
     handles: Sequence[LeftHandle]
     changed: Sequence[LeftChanges]
+    suspects: frozenset[int] = frozenset()
+    """Inodes of which a record was damaged: their changes are not whole."""
+    all_suspect: bool = False
+    """A record was damaged that may have been of any inode."""
+    handles_damaged: bool = False
+    """Handles are missing that somebody may have written through."""
+
+    def is_suspect(self, ino: int) -> bool:
+        """Whether the changes of an inode may not be whole."""
+        return self.all_suspect or ino in self.suspects
 
 
 class SyncWrite(NamedTuple):
@@ -308,6 +318,9 @@ class Engine(Protocol):
 
     async def known(self, ino: int) -> bool:
         """Whether the kernel refers to an inode: True where it cannot say. After `serve`."""
+
+    def spoil(self, ino: int) -> None:
+        """Changes of a loaded inode are lost: its handles get EIO until it is emptied."""
 
     def held_objects(self) -> Sequence[ObjectId]:
         """Objects of all loaded inodes, whether the catalog knows of them or not."""
@@ -529,10 +542,13 @@ class NativeEngine:
 
     def left(self) -> Left:
         """See `Engine.left`."""
-        handles, changed = self._native.left()
+        handles, changed, suspects, all_suspect, handles_damaged = self._native.left()
         return Left(
             [LeftHandle(*fields) for fields in handles],
             [LeftChanges(*fields) for fields in changed],
+            frozenset(suspects),
+            all_suspect,
+            handles_damaged,
         )
 
     async def recover(self, ino: int, *, trim: bool) -> None:
@@ -550,6 +566,10 @@ class NativeEngine:
         except FileNotFoundError:
             return False
         return True
+
+    def spoil(self, ino: int) -> None:
+        """See `Engine.spoil`."""
+        self._native.spoil(ino)
 
     def held_objects(self) -> Sequence[ObjectId]:
         """See `Engine.held_objects`."""

@@ -85,6 +85,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     checksums: Checksums = Checksums.ON
     allow_other: bool | None = None
     adopt: bool = False
+    degraded: bool = False
     source: str = ""
     log: str = ""
     devices: tuple[str, ...] = ()
@@ -124,7 +125,7 @@ _EXAMPLES = {
     "fsname": "/nvme0/fpfs",
 }
 """The options that have a value, and what one looks like."""
-_FLAGS = ("allow_other", "noallow_other", "adopt")
+_FLAGS = ("allow_other", "noallow_other", "adopt", "degraded")
 
 
 def parse_mount_options(words: Iterable[str]) -> MountOptions:
@@ -142,8 +143,8 @@ def parse_mount_options(words: Iterable[str]) -> MountOptions:
             continue
         if item in _KERNEL:
             kernel.append(item)
-        elif item == "adopt":
-            values["adopt"] = True
+        elif item in ("adopt", "degraded"):
+            values[item] = True
         elif item in _FLAGS:
             values["allow_other"] = item == "allow_other"
         elif name == "device" and value:

@@ -126,16 +126,26 @@ class Catalog:
         create_database(path, filesystem_id=filesystem_id, devices=devices, root=root)
 
     @classmethod
-    def open(cls, *paths: Path, filesystem_id: str = "", is_new: bool = False) -> Self:
+    def open(
+        cls,
+        *paths: Path,
+        filesystem_id: str = "",
+        is_new: bool = False,
+        absent: Sequence[Path] = (),
+    ) -> Self:
         """Open a catalog for this process alone and start its thread. Blocks.
 
         `paths` are its copies, one or two, on different devices; one that is missing or damaged is
         made anew, which is said in the log unless the catalog `is_new`. `filesystem_id` is what
-        they must belong to, or "" for any. Takes a fresh `object_base`, durably.
+        they must belong to, or "" for any. `absent` are copies on devices that are missing:
+        they are left alone, and known as older from now on. Takes a fresh `object_base`, durably.
         Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, `CatalogError`.
         """
         copies = open_copies(
-            [Path(path) for path in paths], filesystem_id=filesystem_id, is_new=is_new
+            [Path(path) for path in paths],
+            filesystem_id=filesystem_id,
+            is_new=is_new,
+            absent=absent,
         )
         return cls(copies)
 

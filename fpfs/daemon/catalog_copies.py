@@ -73,6 +73,14 @@ def note_alone(copy: Path) -> None:
         log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)
 
 
+def _removed(path: Path) -> str:
+    """What is wrong with a copy whose file somebody removed while it is in use."""
+    try:
+        return "" if path.exists() else "it was removed; the next mount makes it anew"
+    except OSError as error:
+        return f"it cannot be looked at: {error.strerror}"
+
+
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One copy of the catalog: where it is, and why it is out of service, if it is."""
 
@@ -149,7 +157,8 @@ class Copies:
     def statuses(self) -> tuple[CopyStatus, ...]:
         """Every copy that the filesystem has, or should have."""
         return tuple(
-            CopyStatus(path=str(path), trouble=self._troubles.get(path, "")) for path in self._paths
+            CopyStatus(path=str(path), trouble=self._troubles.get(path, "") or _removed(path))
+            for path in self._paths
         )
 
     def commit(self) -> None:

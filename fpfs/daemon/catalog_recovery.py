@@ -52,11 +52,13 @@ class _Copy(NamedTuple):
         return not self.trouble
 
 
-def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> Copies:
+def open_copies(
+    paths: Sequence[Path], *, filesystem_id: str, is_new: bool, absent: Sequence[Path] = ()
+) -> Copies:
     """Open the catalog whose copies are, or should be, at `paths`; the first one is preferred.
 
     `filesystem_id` is what they must belong to, or "" for any. `is_new`: it was made just now, so
-    that it is no news when a copy is missing.
+    that it is no news when a copy is missing. `absent` are copies whose devices are missing.
     Raises `CatalogMissing`, `CatalogTooNew`, `CatalogBusy`, `CatalogError`.
     """
     lock_fds: list[int] = []
@@ -80,6 +82,7 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
         if not sound:
             raise _refusal(found)
         _check_none_is_newer(found)
+        _check_one_went_on(sound)
         leader = _choose(sound)
         troubles: dict[Path, str] = {}
         recovered: list[str] = []
@@ -88,6 +91,9 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
             if copy is not leader:
                 mirror = _follow(copy, leader, troubles, recovered)
                 follower = copy.path
+        for path in absent:
+            troubles[path] = "its device is missing"
+            note_alone(leader.path)
         if not is_new:
             for line in recovered:
                 log.warning("%s", line)
@@ -99,7 +105,7 @@ def open_copies(paths: Sequence[Path], *, filesystem_id: str, is_new: bool) -> C
             connection.close()
             raise
         return Copies(
-            paths,
+            (*paths, *absent),
             leader.path,
             connection,
             files=leader.files,
@@ -164,6 +170,16 @@ def _check_none_is_newer(found: Sequence[_Copy]) -> None:
                 remedy=f"put back {copy.path} and its catalog.sums, or remove {ALONE_NAME} beside"
                 " it to go back to the older state",
             )
+
+
+def _check_one_went_on(sound: Sequence[_Copy]) -> None:
+    """Refuse two copies of which each went on without the other: both have what the other lacks."""
+    alone = [copy.path for copy in sound if copy.path.with_name(ALONE_NAME).exists()]
+    if len(alone) > 1:
+        raise CatalogError(
+            f"catalogs {alone[0]} and {alone[1]} were each changed without the other",
+            remedy=f"choose one state: remove catalog.db and {ALONE_NAME} beside the other copy",
+        )
 
 
 def _check_format(copy: _Copy) -> None:

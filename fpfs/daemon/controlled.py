@@ -94,7 +94,7 @@ class ControlledServer:
         self._namespace.catch_up()
         statistics = self._engine.statistics()
         devices = await trio.to_thread.run_sync(
-            metrics.device_statuses, self._devices.devices, statistics
+            metrics.device_statuses, self._devices.devices, self._devices.missing, statistics
         )
         return Status(
             version=fpfs.__version__,

@@ -23,6 +23,7 @@ import msgspec
 
 from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused
+from fpfs.daemon.missing import MissingDevice, Search, set_apart
 from fpfs.daemon.stamp import (
     FORMAT_VERSION,
     LOCK_NAME,
@@ -65,18 +66,35 @@ class DeviceSet:
         lock_fds: Sequence[int],
         formatted: bool,
         notes: Sequence[str],
+        missing: Sequence[MissingDevice] = (),
     ) -> None:
         """Take over the locks. `formatted`: the directories were empty until now."""
         self.filesystem_id = filesystem_id
         self.devices = tuple(devices)
         self.formatted = formatted
         self.notes = tuple(notes)
+        self.missing = tuple(missing)
+        """Devices that the filesystem has, too, and that cannot be used in this mount."""
         self._lock_fds = list(lock_fds)
 
     @property
     def catalog_directories(self) -> tuple[str, ...]:
         """The directories that hold copies of the catalog: devices 0 and 1."""
         return tuple(device.path for device in self.devices if device.number < CATALOG_COPIES)
+
+    @property
+    def missing_catalog_directories(self) -> tuple[str, ...]:
+        """Where copies of the catalog were that are missing with their devices."""
+        return tuple(device.path for device in self.missing if device.number < CATALOG_COPIES)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all devices, those that are missing, too: what layouts go by."""
+        return tuple(
+            sorted(
+                [device.number for device in self.devices] + [lost.number for lost in self.missing]
+            )
+        )
 
     def close(self) -> None:
         """Unlock the directories, also where another process holds the same descriptors."""
@@ -110,16 +128,22 @@ def open_devices(
     asked: str,
     adopt: bool = False,
     may_format: bool = True,
+    degraded: bool = False,
     held_fds: Sequence[int] = (),
     holder_pid: int = 0,
 ) -> DeviceSet:
     """Lock device directories, format them when all are empty, and check that they fit together.
 
     `adopt` accepts directories that were copied or moved to another filesystem; without
-    `may_format`, empty ones are refused. `held_fds` hold the locks of all of them already, and are
-    taken over; else `holder_pid` is named as their holder. Raises `Refused`.
+    `may_format`, empty ones are refused. `degraded` accepts that some cannot be used, or are not
+    named. `held_fds` hold the locks already of all that a server before used, and are taken over:
+    what it did without, or has lost, is missing then; else `holder_pid` is named as their holder.
+    Raises `Refused`.
     """
-    resolved = _check_paths(paths, asked=asked)
+    search = Search(paths, {}, is_degraded=degraded or bool(held_fds))
+    if search.is_degraded:
+        search = set_apart(search, asked=asked, held_fds=held_fds)
+    resolved = _check_paths(search.paths, asked=asked)
     lock_fds: list[int] = list(held_fds)
     try:
         stamps = [read_stamp(path, asked=asked) for path in resolved]
@@ -140,9 +164,12 @@ def open_devices(
             ]
         if all(fresh):
             known: Sequence[Stamp] = _format(resolved, asked=asked)
+            missing: Sequence[MissingDevice] = ()
         else:
-            known = _check_stamps(resolved, [s for s in stamps if s], asked=asked, adopt=adopt)
-        return _opened(known, resolved, lock_fds, formatted=all(fresh))
+            known = [stamp for stamp in stamps if stamp]
+            _check_stamps(resolved, known, asked=asked, adopt=adopt)
+            missing = search.missing(known, catalog_copies=CATALOG_COPIES, asked=asked)
+        return _opened(known, resolved, lock_fds, missing, formatted=all(fresh))
     except BaseException:
         for lock_fd in lock_fds:
             os.close(lock_fd)
@@ -170,16 +197,19 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
     try:
         for path in resolved:
             lock_fds += [lock_unnoted(path, asked=asked, alone=to_change)]
-        known = _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
+        _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
+        Search(paths, {}, is_degraded=False).missing(
+            stamps, catalog_copies=CATALOG_COPIES, asked=asked
+        )
     except BaseException:
         for lock_fd in lock_fds:
             os.close(lock_fd)
         raise
     return DeviceSet(
-        filesystem_id=known[0].filesystem_id,
+        filesystem_id=stamps[0].filesystem_id,
         devices=sorted(
             DeviceDirectory(stamp.device_number, path, stamp.device_id)
-            for stamp, path in zip(known, resolved, strict=True)
+            for stamp, path in zip(stamps, resolved, strict=True)
         ),
         lock_fds=lock_fds,
         formatted=False,
@@ -188,13 +218,20 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
 
 
 def _opened(
-    stamps: Sequence[Stamp], paths: Sequence[str], lock_fds: Sequence[int], *, formatted: bool
+    stamps: Sequence[Stamp],
+    paths: Sequence[str],
+    lock_fds: Sequence[int],
+    missing: Sequence[MissingDevice],
+    *,
+    formatted: bool,
 ) -> DeviceSet:
     devices = sorted(
         DeviceDirectory(stamp.device_number, path, stamp.device_id)
         for stamp, path in zip(stamps, paths, strict=True)
     )
-    ordered_paths = tuple(device.path for device in devices)
+    places = {device.number: device.path for device in devices}
+    places.update({device.number: device.path for device in missing})
+    ordered_paths = tuple(places[number] for number in sorted(places))
     for stamp, path in zip(stamps, paths, strict=True):
         current = msgspec.structs.replace(stamp, paths=ordered_paths, backing=read_backing(path))
         if current != stamp:
@@ -204,7 +241,8 @@ def _opened(
         devices=devices,
         lock_fds=lock_fds,
         formatted=formatted,
-        notes=_shared_backing_notes(ordered_paths),
+        notes=_shared_backing_notes([device.path for device in devices]),
+        missing=missing,
     )
 
 
@@ -236,7 +274,8 @@ def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
             raise Refused(
                 asked=asked,
                 wrong=f"the device directory {path} {state}",
-                remedy="name an empty directory on the device, or one that fpfs formatted",
+                remedy="name an empty directory on the device, or one that fpfs formatted; a device"
+                " that is lost can be done without with --degraded",
             )
         for other in resolved:
             _check_apart(real, other, asked=asked)
@@ -288,13 +327,14 @@ def _check_all_or_none_fresh(paths: Sequence[str], fresh: Sequence[bool], *, ask
             asked=asked,
             wrong=f"{empty} is empty, while {used} belongs to a filesystem",
             remedy=f"name all directories of {used}'s filesystem and no other"
-            f" (after a format that was interrupted, empty {used} too)",
+            f" (is the filesystem of {empty} mounted? --degraded does without it; after a format"
+            f" that was interrupted, empty {used} too)",
         )
 
 
 def _check_stamps(
     paths: Sequence[str], stamps: Sequence[Stamp], *, asked: str, adopt: bool
-) -> Sequence[Stamp]:
+) -> None:
     first, first_path = stamps[0], paths[0]
     by_number: dict[int, str] = {}
     for path, stamp in zip(paths, stamps, strict=True):
@@ -315,24 +355,6 @@ def _check_stamps(
         by_number[stamp.device_number] = path
         if not adopt:
             _check_backing(path, stamp, asked=asked)
-    _check_none_missing(first, by_number, asked=asked)
-    return stamps
-
-
-def _check_none_missing(first: Stamp, by_number: dict[int, str], *, asked: str) -> None:
-    missing = [number for number in range(first.device_count) if number not in by_number]
-    if missing:
-        places = ", ".join(
-            f"device {number} (last at {first.paths[number]})"
-            if number < len(first.paths)
-            else f"device {number}"
-            for number in missing
-        )
-        raise Refused(
-            asked=asked,
-            wrong=f"of {first.device_count} devices, {places} is missing",
-            remedy="name all directories with -d",
-        )
 
 
 def _check_backing(path: str, stamp: Stamp, *, asked: str) -> None:

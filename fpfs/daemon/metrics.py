@@ -10,6 +10,7 @@ from fpfs.core.control import (
     CatalogCopyStatus,
     CatalogStatus,
     CommitStatus,
+    DeviceState,
     DeviceStatus,
     Failure,
     PartialStatus,
@@ -20,21 +21,52 @@ from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
 from fpfs.daemon.devices import DeviceDirectory
+from fpfs.daemon.missing import MissingDevice
 
 
 def device_statuses(
-    devices: Sequence[DeviceDirectory], statistics: Mapping[str, object]
+    devices: Sequence[DeviceDirectory],
+    missing: Sequence[MissingDevice],
+    statistics: Mapping[str, object],
 ) -> tuple[DeviceStatus, ...]:
     """Status of each device. Blocks: it adds up the objects' allocated bytes."""
     by_number = cast("Mapping[int, Mapping[str, Any]]", statistics["devices"])
-    return tuple(_device_status(device, by_number[device.number]) for device in devices)
+    found = [_device_status(device, by_number[device.number]) for device in devices]
+    found += [_missing_status(device) for device in missing]
+    return tuple(sorted(found, key=lambda device: device.number))
+
+
+def _missing_status(device: MissingDevice) -> DeviceStatus:
+    return DeviceStatus(
+        number=device.number,
+        path=device.path,
+        state=DeviceState.MISSING,
+        error=f"missing: {device.trouble}",
+        bytes_used=0,
+        bytes_free=0,
+        bytes_total=0,
+        bytes_written=0,
+        bytes_read=0,
+        requests_in_flight=0,
+        backend="",
+        direct=False,
+    )
 
 
 def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
-    troubles = ["failed: new chunks avoid it"] if figures.get("failed") else []
+    state = DeviceState.OK
+    troubles = []
     checksum_errors = int(figures["checksum_errors"])
+    read_errors = int(figures["read_errors"])
     if checksum_errors:
+        state = DeviceState.DAMAGED
         troubles.append(f"damaged blocks were met {checksum_errors} times")
+    if read_errors:
+        state = DeviceState.DAMAGED
+        troubles.append(f"reads failed {read_errors} times")
+    if figures.get("failed"):
+        state = DeviceState.FAILED
+        troubles.insert(0, "failed: new chunks avoid it")
     bytes_used = bytes_free = bytes_total = 0
     try:
         filesystem = os.statvfs(device.path)
@@ -42,10 +74,12 @@ def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> Devic
         bytes_total = filesystem.f_blocks * filesystem.f_frsize
         bytes_used = allocated_bytes(device.objects_path)
     except OSError as problem:
+        state = DeviceState.FAILED
         troubles.append(f"cannot be read: {problem.strerror}")
     return DeviceStatus(
         number=device.number,
         path=device.path,
+        state=state,
         error="; ".join(troubles),
         bytes_used=bytes_used,
         bytes_free=bytes_free,
@@ -54,6 +88,7 @@ def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> Devic
         bytes_read=int(figures["bytes_read"]),
         requests_in_flight=int(figures["in_flight"]),
         checksum_errors=checksum_errors,
+        read_errors=read_errors,
         backend=str(figures["backend"]),
         direct=bool(figures["direct"]),
     )

@@ -51,8 +51,9 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     Raises `CatalogMissing` where there are objects without the catalog that names them.
     """
     paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
+    absent = [Path(folder, CATALOG_NAME) for folder in devices.missing_catalog_directories]
     unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
-    is_new = unused and not any(path.exists() for path in paths)
+    is_new = unused and not devices.missing and not any(path.exists() for path in paths)
     if is_new:
         Catalog.format(
             paths[0],
@@ -63,12 +64,17 @@ def open_catalog(devices: DeviceSet) -> Catalog:
             ],
             root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
         )
-    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new)
+    return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new, absent=absent)
 
 
 def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
     """Raise `CatalogError` unless the catalog is that of the devices, as their stamps have them."""
-    known = {device.number: device.device_id for device in catalog.devices}
+    missing = {device.number for device in devices.missing}
+    known = {
+        device.number: device.device_id
+        for device in catalog.devices
+        if device.number not in missing
+    }
     found = {device.number: device.device_id for device in devices.devices}
     if catalog.filesystem_id != devices.filesystem_id:
         ours, theirs = f"filesystem {catalog.filesystem_id}", f"filesystem {devices.filesystem_id}"

@@ -10,9 +10,10 @@ Concurrency: trio thread only; used by `commit`, which runs the two tasks.
 
 from __future__ import annotations
 
+import errno
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -44,6 +45,13 @@ REMOVALS_MAX = 1024
 """Ranges given back between two transactions."""
 
 
+class _GivenBack(NamedTuple):
+    """Numbers of the rows that are dealt with, and how many wait for their device."""
+
+    gone: list[int]
+    waiting: int
+
+
 class Reclaim:
     """Inodes to delete and space to give back."""
 
@@ -59,6 +67,8 @@ class Reclaim:
         self._awaited = trio.Event()
         self._removal_recorded = 0
         self._removal_done = 0
+        self._removal_passed = 0
+        """What is recorded up to here is all of devices that are missing."""
         self._removals_event = trio.Event()
         self._progress = trio.lowlevel.ParkingLot()
 
@@ -155,33 +165,45 @@ class Reclaim:
 
     async def _remove(self, up_to: int) -> None:
         """Give back removals with numbers up to `up_to`, oldest first."""
-        after = 0
+        after = self._removal_passed
+        waits = True
         while True:
             rows, gone, after = await self._catalog.read(
                 partial(list_removals, after=after, up_to=up_to, count=REMOVALS_MAX)
             )
             if not after:
                 return
-            gone += await self._give_back(rows)
+            given_back = await self._give_back(rows)
+            waits = waits and len(given_back.gone) + given_back.waiting == len(rows)
+            gone += given_back.gone
             if gone:
                 await self._catalog.write_many(partial(forget_removals, removals=gone))
+            if waits:
+                self._removal_passed = after
 
-    async def _give_back(self, rows: Sequence[Removal]) -> list[int]:
-        """Give back what rows name, one by one if it fails together; returns what is gone.
+    async def _give_back(self, rows: Sequence[Removal]) -> _GivenBack:
+        """Give back what rows name, in smaller groups if it fails together.
 
-        What fails, on a device that refuses, stays recorded: the next removal tries it again.
+        What fails, on a device that refuses, stays recorded: the next removal tries it again. What
+        is on a device that is missing waits for the mount that has it.
         """
         try:
             await self._give_back_together(rows)
         except OSError as error:
-            if len(rows) == 1:
+            devices = sorted({row.device for row in rows})
+            if len(devices) > 1:
+                parts = [[row for row in rows if row.device == device] for device in devices]
+            elif error.errno == errno.ENODEV:
+                return _GivenBack([], len(rows))
+            elif len(rows) > 1:
+                parts = [[row] for row in rows]
+            else:
                 log.error("space on device %d cannot be given back: %s", rows[0].device, error)
-                return []
-            gone = []
-            for row in rows:
-                gone += await self._give_back([row])
-            return gone
-        return [row.id for row in rows]
+                parts = []
+            done = [await self._give_back(part) for part in parts]
+            gone = [number for each in done for number in each.gone]
+            return _GivenBack(gone, sum(each.waiting for each in done))
+        return _GivenBack([row.id for row in rows], 0)
 
     async def _give_back_together(self, rows: Sequence[Removal]) -> None:
         ranges = [Range(row.device, row.object, row.block, row.count) for row in rows if row.count]

@@ -101,7 +101,7 @@ class Server:
         self._link = link
         self._inherited = inherited
         policy = Policy(
-            devices=tuple(device.number for device in devices.devices),
+            devices=devices.numbers,
             chunk_bytes=options.chunk_bytes,
             ack=options.ack,
             whole=options.whole,
@@ -211,6 +211,7 @@ class Server:
                 catalog=self._catalog.recovered,
                 handles_taken_over=taken.handles,
                 files_taken_over=taken.changed,
+                files_lost=len(taken.lost),
                 inodes_deleted=deleted,
                 objects_removed=0 if self._catalog.ended_cleanly else None,
             )
@@ -231,7 +232,8 @@ class Server:
                 catalog=self._catalog, engine=self._engine, devices=self._devices.devices
             )
             self._controlled.collected(removed)
-            self._catalog.ended_cleanly = True
+            # Those on a device that is missing are looked for when it is back.
+            self._catalog.ended_cleanly = not self._devices.missing
 
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""
@@ -339,6 +341,9 @@ class Server:
             self._closed = True
             self._namespace.close()
             await trio.to_thread.run_sync(self._engine.close)
+            if self._devices.missing or self._commit.statistics().failures:
+                # Objects of no version may be left: the next mount looks for them.
+                self._catalog.ended_cleanly = False
             await self._catalog.close()
             self._devices.close()
 
@@ -357,11 +362,18 @@ async def serve(
         asked=config.asked,
         adopt=config.options.adopt,
         may_format=not config.options.read_only,
+        degraded=config.options.degraded,
         held_fds=inherited.lock_fds if inherited else (),
         holder_pid=link.keeper_pid,
     ) as devices:
         for note in devices.notes:
             _log.info("%s", note)
+        for missing in devices.missing:
+            _log.warning(
+                "device %d is missing (%s: %s): what lies there gives EIO, new chunks avoid it",
+                *missing[:2],
+                missing.trouble,
+            )
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
             check_identity(catalog, devices)

@@ -5,6 +5,7 @@ Concurrency: trio thread; the system calls run in trio's threads.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,8 @@ from fpfs.core.limits import NAME_BYTES_MAX
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096
 
@@ -73,5 +76,14 @@ class DeviceSpace:
         )
 
     def _figures(self) -> list[os.statvfs_result]:
-        """Return statvfs(3) of each backing filesystem (blocks: run in a thread)."""
-        return list({os.stat(path).st_dev: os.statvfs(path) for path in self._paths}.values())
+        """Return statvfs(3) of each backing filesystem (blocks: run in a thread).
+
+        A device that is lost while mounted has no space.
+        """
+        found = {}
+        for path in self._paths:
+            try:
+                found[os.stat(path).st_dev] = os.statvfs(path)
+            except OSError as error:
+                log.debug("no space is counted for %s: %s", path, error)
+        return list(found.values())

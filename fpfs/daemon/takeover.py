@@ -6,6 +6,8 @@ Both are as they were at the death, since neither needs its process to survive.
 Invariants:
   * Nothing is served before everything is taken over.
   * Versions that were closed and not committed are queued in the order of their closes.
+  * Changes that may not be whole, since what tells of them is damaged, are not taken over: the
+    version before stays, and who has the file open for writing gets EIO.
 
 Concurrency: one coroutine, before the mount answers again.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,13 +26,13 @@ from fpfs.core.errors import NoSuchEntry
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import forget_noted, list_noted, remove_unfinished
-from fpfs.daemon.catalog_contents import list_orphans
+from fpfs.daemon.catalog_contents import list_names, list_orphans
 from fpfs.daemon.inodes import LOOKUPS_UNKNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fpfs.core.engine import Engine, LeftChanges, LeftHandle
+    from fpfs.core.engine import Engine, Left, LeftHandle
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
@@ -40,12 +43,15 @@ log = logging.getLogger(__name__)
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What was taken over. `kept` are inodes without a name that must not be deleted yet."""
+    """What was taken over. `kept` are inodes without a name that must not be deleted yet, `lost`
+    those whose changes could not be taken over.
+    """
 
     handles: int
     changed: int
     closed: int
     kept: frozenset[int]
+    lost: frozenset[int] = frozenset()
 
 
 class TakeOver:
@@ -79,14 +85,18 @@ class TakeOver:
         unnamed = frozenset(await self._catalog.read(list_orphans))
         kept = unnamed if with_handles else frozenset()
         left = self._engine.left()
-        changed = await self._recover_all(left.changed, gone=unnamed - kept)
+        changed, lost = await self._recover_all(left, gone=unnamed - kept)
         abandoned = set() if with_handles else _written_to(left.handles)
+        if left.handles_damaged:  # who knows who could write
+            abandoned = {inode.ino for inode, _killed_by in changed}
         adopted = 0
         for handle in left.handles:
             if with_handles and await self._adopt(handle):
                 adopted += 1
             else:
                 self._engine.forget(handle.handle)
+        lost |= self._spoil_written(left)
+        await self._tell_lost(lost)
         if with_handles:
             await self._keep_referenced(kept)
         closed = 0
@@ -99,7 +109,31 @@ class TakeOver:
             await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
         for inode in self._held:
             self._inodes.release(inode)
-        return Taken(handles=adopted, changed=len(changed), closed=closed, kept=kept)
+        return Taken(
+            handles=adopted, changed=len(changed), closed=closed, kept=kept, lost=frozenset(lost)
+        )
+
+    def _spoil_written(self, left: Left) -> set[int]:
+        """Let nobody write on where something is missing before; returns the inodes."""
+        spoilt = set()
+        for inode in self._held:
+            if inode.writers and left.is_suspect(inode.ino):
+                spoilt.add(inode.ino)
+        for ino in spoilt:
+            self._engine.spoil(ino)
+        return spoilt
+
+    async def _tell_lost(self, lost: set[int]) -> None:
+        names = (
+            await self._catalog.read_many(partial(list_names, inos=sorted(lost))) if lost else {}
+        )
+        for ino in sorted(lost):
+            log.error(
+                "inode %d (%s): what was written and not committed is lost, since the staging arena"
+                " is damaged; the version before stays",
+                ino,
+                ", ".join(map(os.fsdecode, names.get(ino, ()))) or "without a name",
+            )
 
     async def let_go(self, unnamed: frozenset[int]) -> None:
         """Delete inodes without a name that the kernel has forgotten; after the mount answers.
@@ -113,16 +147,23 @@ class TakeOver:
                 self._inodes.forget(ino, LOOKUPS_UNKNOWN)
 
     async def _recover_all(
-        self, left: Sequence[LeftChanges], *, gone: frozenset[int]
-    ) -> list[tuple[Inode, int]]:
-        """Recover all inodes with changes; returns them, with the signals that ended writers."""
+        self, left: Left, *, gone: frozenset[int]
+    ) -> tuple[list[tuple[Inode, int]], set[int]]:
+        """Recover all inodes with changes; returns them, with the signals that ended writers.
+
+        And the inodes whose changes may not be whole, which are given up.
+        """
         noted = await self._catalog.read(list_noted)
         sharers = await self._catalog.read(shares.owners)
         changed = []
-        for ino, sequence, killed_by in left:
+        lost = set()
+        for ino, sequence, killed_by in left.changed:
             inode = None
             # What was put aside is another inode's, although the arena was not told of it any more.
-            if ino not in gone and sequence > noted.get(ino, 0):
+            is_wanted = ino not in gone and sequence > noted.get(ino, 0)
+            if is_wanted and left.is_suspect(ino):
+                lost.add(ino)
+            elif is_wanted:
                 inode = await self._recover(ino, trim=ino not in sharers)
             if inode is None:
                 self._engine.abandon(ino)
@@ -130,7 +171,7 @@ class TakeOver:
                 changed.append((inode, killed_by))
         if noted:
             await self._catalog.write_urgently(forget_noted)
-        return changed
+        return changed, lost
 
     async def _remove_unfinished(self, kept: set[int]) -> None:
         """Remove files that were made, never closed, and of which nothing is left but a name."""

@@ -282,6 +282,10 @@ class MemoryEngine:
         """There is nothing to abandon."""
         raise AssertionError(f"inode {ino} was not left")
 
+    def spoil(self, ino: int) -> None:
+        """See `Engine.spoil`."""
+        self.fail_drains(ino, errno.EIO)
+
     def held_objects(self) -> Sequence[ObjectId]:
         """See `Engine.held_objects`."""
         return sorted({key for file in self._files.values() for key in file.objects_known})

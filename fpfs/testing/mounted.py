@@ -110,10 +110,10 @@ class Mount:
             # A user's limit on locked memory is small on most systems.
             self.allow_log("staging memory is not pinned|registering buffers")
 
-    def mount(self) -> None:
-        """Mount; returns when the mount answers."""
+    def mount(self, *added: str) -> None:
+        """Mount, with options `added` for this time; returns when the mount answers."""
         devices = [word for device in self.devices for word in ("-d", str(device))]
-        options = ",".join(self._options)
+        options = ",".join((*self._options, *added))
         words = ["mount", *devices, "-o", options, "--log", str(self.log), str(self.root)]
         check_fpfs(*words, environment=self._environment)
         live_mounts.append(self)

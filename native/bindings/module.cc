@@ -100,6 +100,7 @@ nb::dict statistics(Engine& engine) {
     entry["queued"] = s.requests_queued;
     entry["errors"] = s.errors;
     entry["checksum_errors"] = engine.checksum_errors(device->number());
+    entry["read_errors"] = engine.read_errors(device->number());
     entry["backend"] = s.io_uring ? "io_uring" : "threads";
     entry["direct"] = s.direct;
     entry["buffers_registered"] = s.buffers_registered;
@@ -117,6 +118,7 @@ nb::dict statistics(Engine& engine) {
     channel["reads"] = s.reads.load();
     channel["read_bytes"] = s.read_bytes.load();
     channel["relayed"] = s.relayed.load();
+    channel["handles"] = engine.handle_count();
   }
   nb::dict result;
   result["staging"] = staging;
@@ -239,8 +241,12 @@ void bind_takeover(nb::class_<Engine>& type) {
              for (const Engine::Left::Changed& inode : left.changed) {
                changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by));
              }
-             return nb::make_tuple(handles, changed);
+             nb::list suspects;
+             for (const uint64_t ino : left.suspects) suspects.append(ino);
+             return nb::make_tuple(handles, changed, suspects, left.all_suspect,
+                                   left.handles_damaged);
            })
+      .def("spoil", &Engine::spoil, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate", &Engine::invalidate, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate_name",
            [](Engine& engine, uint64_t directory, const nb::bytes& name) {

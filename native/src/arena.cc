@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <fstream>
 
@@ -46,6 +47,16 @@ void write_record(Record* slot, Record record) {
   record.crc = ~crc;
   *slot = record;
   std::atomic_ref<uint32_t>(slot->crc).store(crc, std::memory_order_release);
+}
+
+// Whether an unsound record may be of an open file: not where a kill tore it, for then nobody was
+// told of it, nor where nearly nothing is in it. One that may be written through has its handle,
+// its inode and its flags.
+bool may_be_open(const arena::HandleRecord& record) {
+  if (record.sequence == 0) return false;
+  return std::popcount(record.handle) + std::popcount(record.ino) + std::popcount(record.flags) +
+             std::popcount(record.request) >
+         1;
 }
 
 // Whether the file's filesystem has so much free. One without blocks of its own has no limit.
@@ -130,7 +141,8 @@ Result<std::unique_ptr<Arena>> Arena::attach(const Config& config, int fd, Remai
 
 // Where everything lies, from the number of slots and their size.
 void Arena::lay_out(uint64_t slot_count) {
-  handles_at_ = round_up(kSlotsAt + slot_count * 2 * sizeof(arena::SlotRecord), kPage);
+  published_at_ = kSlotsAt + slot_count * 2 * sizeof(arena::SlotRecord);
+  handles_at_ = round_up(published_at_ + slot_count * sizeof(arena::PublishedWord), kPage);
   requests_at_ = round_up(handles_at_ + arena::kHandlesMax * sizeof(arena::HandleRecord), kPage);
   data_at_ =
       round_up(requests_at_ + arena::kRequestsMax * sizeof(arena::RequestRecord), slot_bytes_);
@@ -149,6 +161,7 @@ void Arena::pin(std::string* warning) {
 
 void Arena::set_up_slots(uint64_t slot_count) {
   slot_records_ = reinterpret_cast<arena::SlotRecord*>(base_ + kSlotsAt);
+  published_ = reinterpret_cast<arena::PublishedWord*>(base_ + published_at_);
   handle_records_ = reinterpret_cast<arena::HandleRecord*>(base_ + handles_at_);
   requests_ = Requests(reinterpret_cast<arena::RequestRecord*>(base_ + requests_at_));
   data_ = base_ + data_at_;
@@ -199,6 +212,8 @@ Status Arena::map(const Config& config, std::string* warning) {
   header->tables[3] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
   header->tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
                        kJournalAreaBytes};
+  header->tables[5] = {arena::Table::Published, sizeof(arena::PublishedWord), published_at_,
+                       slot_count};
   header->crc = crc32c(0, base_, offsetof(arena::Header, crc));
   return {};
 }
@@ -255,27 +270,47 @@ Status Arena::map_existing(const Config& config, Remains* remains, std::string* 
   set_up_slots(header.slot_count);
   find_slots(remains);
   find_handles(remains);
-  remains->changes = journal_->recover();
+  remains->changes = journal_->recover(&remains->damage);
   for (const JournalEntry& entry : remains->changes) {
     sequence_ = std::max<uint64_t>(sequence_, entry.sequence + 1);
   }
   return {};
 }
 
-// The newer sound copy of each slot's record. Free slots are free again.
-void Arena::find_slots(Remains* remains) {
-  for (uint64_t i = slots_.size(); i-- > 0;) {
-    arena::SlotRecord found{};
-    for (const uint32_t copy : {0U, 1U}) {
-      const arena::SlotRecord record = slot_records_[i * 2 + copy];
-      if (record.crc != crc32c(0, &record, offsetof(arena::SlotRecord, crc))) continue;
-      if (record.sequence < found.sequence) continue;
-      found = record;
-      slots_[i].record_copy = copy;
+// The copy that was published, or the other one where that is newer and whole: it was about to be.
+// Where the published one is not sound, what it held is lost: the other copy is older.
+arena::SlotRecord Arena::find_record(uint64_t slot, Remains* remains) {
+  const arena::PublishedWord word = published_[slot];
+  const auto published = static_cast<uint32_t>(word);
+  arena::SlotRecord found{};
+  bool is_there = !arena::is_published_word(word);  // a wrong bit in the word itself, or none yet
+  std::optional<uint64_t> owner;
+  for (const uint32_t copy : {0U, 1U}) {
+    const arena::SlotRecord record = slot_records_[slot * 2 + copy];
+    const bool sound = record.crc == crc32c(0, &record, offsetof(arena::SlotRecord, crc));
+    if (sound && static_cast<uint32_t>(record.sequence) == published) is_there = true;
+    if (!sound && record.ino_check == ino_check(record.ino)) {
+      if (static_cast<uint32_t>(record.sequence) == published) owner = record.ino;
     }
-    sequence_ = std::max<uint64_t>(sequence_, found.sequence + 1);
+    if (!sound || record.sequence < found.sequence) continue;
+    found = record;
+    slots_[slot].record_copy = copy;
+  }
+  sequence_ = std::max<uint64_t>(sequence_, found.sequence + 1);
+  if (is_there) return found;
+  remains->damage.push_back({"record of slot " + std::to_string(slot), owner});
+  return {};
+}
+
+// Free slots are free again, and those whose record is damaged.
+void Arena::find_slots(Remains* remains) {
+  std::vector<Slot*> damaged;
+  for (uint64_t i = slots_.size(); i-- > 0;) {
+    const size_t known = remains->damage.size();
+    const arena::SlotRecord found = find_record(i, remains);
     if (found.state == arena::SlotState::Free) {
       free_.push_back(&slots_[i]);
+      if (remains->damage.size() != known) damaged.push_back(&slots_[i]);
       continue;
     }
     const uint32_t count = std::min(found.range_count, arena::kRangesMax);
@@ -286,6 +321,8 @@ void Arena::find_slots(Remains* remains) {
     slots_[i].chunk = found.chunk;
     remains->slots.push_back({&slots_[i], found});
   }
+  // Told of once, and not by the next one again.
+  for (Slot* slot : damaged) publish(slot, arena::SlotState::Free, 0, 0, 0, 0);
   std::sort(remains->slots.begin(), remains->slots.end(),
             [](const StagedSlot& a, const StagedSlot& b) {
               return a.record.sequence < b.record.sequence;
@@ -299,6 +336,11 @@ void Arena::find_handles(Remains* remains) {
     if (sound) sequence_ = std::max<uint64_t>(sequence_, record.sequence + 1);
     if (!sound || record.handle == 0) {
       free_handles_.push_back(i);
+      if (!sound && may_be_open(record)) {
+        remains->handles_damaged = true;
+        remains->damage.push_back({"record " + std::to_string(i) + " of open files", 0});
+        handle_records_[i] = {};
+      }
       continue;
     }
     handles_.emplace_back(record.handle, i);
@@ -426,13 +468,24 @@ void Arena::publish(Slot* slot, arena::SlotState state, uint64_t ino, uint64_t c
     record.range_count = static_cast<uint32_t>(slot->ranges.count());
     std::copy(slot->ranges.all().begin(), slot->ranges.all().end(), record.ranges);
   }
+  record.ino_check = ino_check(ino);
   slot->record_copy ^= 1;
   write_record(&slot_records_[slot->index * 2 + slot->record_copy], record);
+  std::atomic_ref(published_[slot->index])
+      .store(arena::published_word(record.sequence), std::memory_order_release);
 }
 
 void Arena::write_handle(uint32_t index, arena::HandleRecord record) {
-  record.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
-  write_record(&handle_records_[index], record);
+  const uint64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
+  std::atomic_ref sequence_there(handle_records_[index].sequence);
+  sequence_there.store(0, std::memory_order_release);
+  record.sequence = sequence;
+  record.crc = crc32c(0, &record, offsetof(arena::HandleRecord, crc));
+  record.sequence = 0;
+  // As long as the sequence is 0, it is torn; the compiler must not store that first.
+  handle_records_[index] = record;
+  std::atomic_thread_fence(std::memory_order_release);
+  sequence_there.store(sequence, std::memory_order_release);
 }
 
 Status Arena::record_handle(const arena::HandleRecord& record) {

@@ -96,7 +96,12 @@ struct Remains {
   std::vector<StagedSlot> slots;  // in the order of their last writes
   std::vector<arena::HandleRecord> handles;
   std::vector<JournalEntry> changes;
+  std::vector<RecordDamage> damage;
+  bool handles_damaged = false;  // one at least that may be of an open file is among them
 };
+
+// No power of two: no wrong bit makes it 0, which says that a record is being written.
+inline constexpr uint64_t kSequenceFirst = uint64_t{3} << 40;
 
 class Arena {
  public:
@@ -169,6 +174,8 @@ class Arena {
   void pin(std::string* warning);
   void set_up_slots(uint64_t slot_count) REQUIRES(mutex_);
   void find_slots(Remains* remains) REQUIRES(mutex_);
+  // The sound record of a slot that holds; its copy is noted.
+  arena::SlotRecord find_record(uint64_t slot, Remains* remains) REQUIRES(mutex_);
   void find_handles(Remains* remains) REQUIRES(mutex_);
   Status allocate();
   Status populate();
@@ -181,16 +188,18 @@ class Arena {
   char* base_ = nullptr;
   uint64_t fixed_bytes_ = 0;   // all but the journal
   uint64_t mapped_bytes_ = 0;  // with all that the journal may grow to
+  uint64_t published_at_ = 0;
   uint64_t handles_at_ = 0;
   uint64_t requests_at_ = 0;
   uint64_t data_at_ = 0;
   uint64_t slot_bytes_ = 0;
   char* data_ = nullptr;
   arena::SlotRecord* slot_records_ = nullptr;
+  arena::PublishedWord* published_ = nullptr;
   arena::HandleRecord* handle_records_ = nullptr;
   bool pinned_ = false;
   std::vector<Slot> slots_;
-  std::atomic<uint64_t> sequence_{1};
+  std::atomic<uint64_t> sequence_{kSequenceFirst};
   std::unique_ptr<Journal> journal_;
   Requests requests_;
 

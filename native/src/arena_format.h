@@ -5,10 +5,13 @@
 // the journal, of which as much exists as was ever needed. Invariants: a record is current when its
 // CRC matches and no newer copy of it has a matching CRC.
 //   A slot's record has two copies, written alternately, so that a torn write leaves the older one.
-//   Of the journal's areas the one with the higher generation holds; it ends before the first
-//   record whose CRC or generation is wrong.
+//   Of the journal's areas the one with the higher generation holds.
+//   What was acknowledged can be told from what a kill tore: a slot's published word and a journal
+//   area's end are stored, whole, after the record that they are about. So a record that should be
+//   there and is not sound is damage, and is told of; every single bit that is wrong is noticed.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace fpfs::arena {
@@ -21,7 +24,14 @@ inline constexpr uint32_t kRequestsMax = 4096;
 inline constexpr uint32_t kDeathsMax = 5;
 
 // `count` of a journal's area is what it may grow to, in bytes.
-enum class Table : uint32_t { None = 0, Slots = 1, Handles = 2, Journal = 3, Requests = 4 };
+enum class Table : uint32_t {
+  None = 0,
+  Slots = 1,
+  Handles = 2,
+  Journal = 3,
+  Requests = 4,
+  Published = 5
+};
 
 struct TableEntry {
   Table kind;
@@ -63,14 +73,25 @@ struct SlotRecord {
   SlotState state;
   uint32_t range_count;
   ByteRange ranges[kRangesMax];
-  uint32_t zero;
+  uint32_t ino_check;  // of the inode alone: whose record it was when the rest is damaged
   uint32_t crc;
 };
 static_assert(sizeof(SlotRecord) == 128);
 
+// One for each slot: the lower half of the sequence of its record, beside its complement. Stored
+// after the record; 0 where there never was one.
+using PublishedWord = uint64_t;
+constexpr PublishedWord published_word(uint64_t sequence) {
+  const auto low = static_cast<uint32_t>(sequence);
+  return uint64_t{static_cast<uint32_t>(~low)} << 32 | low;
+}
+constexpr bool is_published_word(PublishedWord word) {
+  return word == published_word(static_cast<uint32_t>(word));
+}
+
 struct HandleRecord {
-  uint64_t sequence;
-  uint64_t handle;  // 0: free
+  uint64_t sequence;  // 0 while the record is written
+  uint64_t handle;    // 0: free
   uint64_t ino;
   uint32_t flags;    // of open(2)
   uint32_t request;  // number of the request that it is the answer to
@@ -81,14 +102,17 @@ struct HandleRecord {
 };
 static_assert(sizeof(HandleRecord) == 40);
 
-// A signal's number beside its complement; anything else, as zeros, means none.
+// A signal's number beside its complement, which is half of the bits; few bits mean none, so that
+// no wrong bit hides that there was a signal.
 constexpr uint32_t signal_word(int signal) {
   const auto number = static_cast<uint16_t>(signal);
   return uint32_t{number} << 16 | static_cast<uint16_t>(~number);
 }
+constexpr int kSignalUnknown = 9;
 constexpr int signal_of(uint32_t word) {
   const auto number = static_cast<uint16_t>(word >> 16);
-  return word == signal_word(number) ? number : 0;
+  if (word == signal_word(number)) return number;
+  return std::popcount(word) < 8 ? 0 : kSignalUnknown;
 }
 
 // A request that was taken from the kernel, at the index of half its unique modulo kRequestsMax.
@@ -112,12 +136,15 @@ struct Connection {
 static_assert(sizeof(Connection) == 72);
 inline constexpr uint64_t kConnectionAt = 1024;
 
-// At the start of each area of the journal. An area without a generation is unused.
+// At the start of each area of the journal. An area without a generation is unused. Generations are
+// multiples of kGenerationStep, so that two of them differ in more than one bit.
 struct JournalArea {
   uint64_t generation;
   uint64_t complement;  // ~generation
+  uint64_t end;         // a published_word() of where the records end, in units of 8 bytes
 };
-static_assert(sizeof(JournalArea) == 16);
+static_assert(sizeof(JournalArea) == 24);
+inline constexpr uint64_t kGenerationStep = 3;
 
 // What happened to an inode's pending content beside bytes that are staged.
 enum class Change : uint16_t {
@@ -146,8 +173,10 @@ struct ChangeHead {
   uint64_t size;  // of the file, after the change, as are the times
   int64_t mtime_ns;
   int64_t ctime_ns;
+  uint32_t ino_check;  // as a slot's
+  uint32_t zero;
 };
-static_assert(sizeof(ChangeHead) == 56);
+static_assert(sizeof(ChangeHead) == 64);
 
 inline constexpr uint16_t kExtentUnwritten = 1;    // reads as zeros
 inline constexpr uint16_t kExtentChecksummed = 2;  // u32 CRC32C of each block follow, to 8 bytes

@@ -6,6 +6,7 @@
 #include "device.h"
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,6 +40,11 @@ bool moves_bytes(IoOp op) { return op == IoOp::Read || op == IoOp::Write; }
 bool writable_enough(const IoRequest& request) {
   const bool changes = request.op != IoOp::Read && request.op != IoOp::Flush;
   return !changes || request.open_file->mode == OpenMode::ReadWrite;
+}
+
+bool still_linked(const IoRequest& request) {
+  struct stat status {};
+  return ::fstat(request.open_file->fd.get(), &status) == 0 && status.st_nlink != 0;
 }
 
 // Space that is on its way back: punches, removals, and closes of what was removed.
@@ -250,6 +256,9 @@ int NativeDevice::allocate_with_reserve(IoRequest* request) {
 }
 
 void NativeDevice::finished(IoRequest* request, int result) {
+  // Who removed the directory under a mount leaves open objects that take everything, and are gone
+  // with their descriptors.
+  if (result == 0 && request->op == IoOp::Flush && !still_linked(*request)) result = -ENODEV;
   if (result != 0) {
     errors_.fetch_add(1, std::memory_order_relaxed);
   } else if (request->op == IoOp::Write) {

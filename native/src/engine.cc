@@ -82,6 +82,7 @@ Status Engine::start() {
   by_number_.assign(size_t{highest} + 1, nullptr);
   failed_ = std::make_unique<std::atomic<int>[]>(by_number_.size());
   checksum_errors_ = std::make_unique<std::atomic<uint64_t>[]>(by_number_.size());
+  read_errors_ = std::make_unique<std::atomic<uint64_t>[]>(by_number_.size());
   const std::vector<MemoryRegion> regions = {{arena_->data(), arena_->data_bytes()},
                                              read_buffers_->region()};
   for (const auto& [number, path] : config_.devices) {
@@ -279,6 +280,11 @@ void Engine::register_handle(uint64_t id, uint32_t flags, const std::shared_ptr<
   ++counts.handles;
   if (handle->writable()) ++counts.writers;
   handles_[id] = std::move(handle);
+}
+
+size_t Engine::handle_count() {
+  const MutexLock lock(table_mutex_);
+  return handles_.size();
 }
 
 std::shared_ptr<Handle> Engine::release_handle(uint64_t id) {
@@ -484,12 +490,13 @@ Device* Engine::device(uint16_t number) {
   return number < by_number_.size() ? by_number_[number] : nullptr;
 }
 
+// One that is missing is as good as failed.
 bool Engine::device_failed(uint16_t number) const {
-  return number >= by_number_.size() || failed_[number] != 0;
+  return number >= by_number_.size() || by_number_[number] == nullptr || failed_[number] != 0;
 }
 
 void Engine::mark_device_failed(uint16_t number, int error) {
-  if (number >= by_number_.size() || failed_[number].exchange(error) != 0) return;
+  if (device(number) == nullptr || failed_[number].exchange(error) != 0) return;
   log(40, "device " + std::to_string(number) + " failed (" + std::strerror(error) +
               "): new chunks avoid it until the next mount");
 }
@@ -508,6 +515,23 @@ void Engine::report_damage(uint64_t ino, uint64_t block, const Place& place) {
               " (64 KiB) is damaged: block " + std::to_string(place.object_block) + " of object " +
               object + " on device " + std::to_string(place.device) +
               " does not match its checksum");
+}
+
+// A file is named once for each device, not at each of its reads.
+void Engine::report_unreadable(uint64_t ino, uint16_t device, int error) {
+  if (device < by_number_.size()) ++read_errors_[device];
+  {
+    const MutexLock lock(damage_mutex_);
+    if (unreadable_.size() >= kDamageLoggedMax) return;
+    if (!unreadable_.emplace(ino, device).second) return;
+  }
+  const bool missing = this->device(device) == nullptr;
+  log(40, "inode " + std::to_string(ino) + ": what lies on device " + std::to_string(device) +
+              " cannot be read: " + (missing ? "the device is missing" : std::strerror(error)));
+}
+
+uint64_t Engine::read_errors(uint16_t device) const {
+  return device < by_number_.size() ? read_errors_[device].load() : 0;
 }
 
 uint64_t Engine::checksum_errors(uint16_t device) const {

@@ -143,8 +143,15 @@ class Engine : public Plane {
     };
     std::vector<arena::HandleRecord> handles;
     std::vector<Changed> changed;
+    // A damaged record was of one of these inodes, or may have been of any: their changes are not
+    // whole. And whether open files are missing among the handles.
+    std::vector<uint64_t> suspects;
+    bool all_suspect = false;
+    bool handles_damaged = false;
   };
   Left left() const;
+  // What was acknowledged of an inode is lost, although it is open: see File::spoil.
+  void spoil(uint64_t ino) EXCLUDES(table_mutex_);
   uint64_t recover(uint64_t ino, bool trim);
   void abandon(uint64_t ino);
   // Objects of all loaded files, committed or not.
@@ -170,6 +177,7 @@ class Engine : public Plane {
       EXCLUDES(table_mutex_);
   // Of a directory, say: it is not served here, but a successor has to know of it.
   Status record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint32_t request);
+  size_t handle_count() EXCLUDES(table_mutex_);
   // Null if there was none.
   std::shared_ptr<Handle> release_handle(uint64_t handle) EXCLUDES(table_mutex_);
   // The kernel has closed the handle. Python, which has to follow before it does anything that the
@@ -228,6 +236,9 @@ class Engine : public Plane {
   bool checksums() const override { return config_.checksums; }
   void report_damage(uint64_t ino, uint64_t block, const Place& place) override
       EXCLUDES(damage_mutex_);
+  void report_unreadable(uint64_t ino, uint16_t device, int error) override EXCLUDES(damage_mutex_);
+  // How often a device did not deliver what was to be read.
+  uint64_t read_errors(uint16_t device) const;
   // How often a block of a device was found not to be what was written there.
   uint64_t checksum_errors(uint16_t device) const;
   unsigned read_begin() override EXCLUDES(phase_mutex_);
@@ -273,6 +284,7 @@ class Engine : public Plane {
   std::vector<Device*> by_number_;
   std::unique_ptr<std::atomic<int>[]> failed_;                // errno by device number
   std::unique_ptr<std::atomic<uint64_t>[]> checksum_errors_;  // by device number
+  std::unique_ptr<std::atomic<uint64_t>[]> read_errors_;      // by device number
   std::unique_ptr<Channel> channel_;
   Worker worker_;  // may wait for what the waker brings about
   Worker waker_;
@@ -283,6 +295,9 @@ class Engine : public Plane {
   std::atomic<uint64_t> refused_last_{0};               // inode, told of once in a row
   std::unordered_map<uint64_t, Remainder> remainders_;  // used by one thread, before serve()
   std::vector<arena::HandleRecord> left_handles_;
+  std::set<uint64_t> suspects_;
+  bool all_suspect_ = false;
+  bool handles_damaged_ = false;
 
   Mutex event_mutex_;
   std::vector<Event> events_ GUARDED_BY(event_mutex_);
@@ -302,6 +317,7 @@ class Engine : public Plane {
 
   Mutex damage_mutex_;
   std::set<std::tuple<uint16_t, uint64_t, uint32_t>> damage_ GUARDED_BY(damage_mutex_);  // logged
+  std::set<std::pair<uint64_t, uint16_t>> unreadable_ GUARDED_BY(damage_mutex_);         // likewise
 
   Mutex park_mutex_;
   std::vector<std::function<bool()>> parked_ GUARDED_BY(park_mutex_);

@@ -77,6 +77,16 @@ void Engine::sort_remains(Remains remains) {
   for (const StagedSlot& staged : remains.slots) {
     if (!is_possible(staged)) impossible.insert(staged.record.ino);
   }
+  handles_damaged_ = remains.handles_damaged;
+  for (const RecordDamage& damage : remains.damage) {
+    const bool known = damage.ino.has_value();
+    log(40, "the staging arena is damaged (" + damage.what + ")" +
+                (known && damage.ino != 0
+                     ? ", what it held of inode " + std::to_string(*damage.ino) + " is lost"
+                     : ""));
+    if (!known) all_suspect_ = true;
+    if (damage.ino.value_or(0) != 0) suspects_.insert(*damage.ino);
+  }
   for (JournalEntry& entry : remains.changes) {
     Remainder& remainder = remainders_[entry.state.ino];
     if (entry.kind == arena::Change::Closed) {
@@ -96,12 +106,16 @@ void Engine::sort_remains(Remains remains) {
     log(40, "inode " + std::to_string(ino) +
                 ": what the staging arena holds of it is impossible, " + "and is left out");
     abandon(ino);
+    suspects_.insert(ino);
   }
 }
 
 Engine::Left Engine::left() const {
   Left result;
   result.handles = left_handles_;
+  result.suspects.assign(suspects_.begin(), suspects_.end());
+  result.all_suspect = all_suspect_;
+  result.handles_damaged = handles_damaged_;
   std::vector<std::pair<uint64_t, Left::Changed>> ordered;
   for (const auto& [ino, remainder] : remainders_) {
     const uint64_t last = std::max(remainder.closed, remainder.changed);
@@ -139,6 +153,10 @@ void Engine::abandon(uint64_t ino) {
   for (const StagedSlot& staged : it->second.slots) arena_->give(staged.slot);
   arena_->journal().settle(ino, UINT64_MAX);
   remainders_.erase(it);
+}
+
+void Engine::spoil(uint64_t ino) {
+  if (const std::shared_ptr<File> found = file(ino); found != nullptr) found->spoil();
 }
 
 std::vector<ObjectKey> Engine::held_objects() {

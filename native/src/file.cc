@@ -191,9 +191,9 @@ void File::release_slot(Slot* slot, Actions& actions) {
 }
 
 void File::record_error(int error, const std::string& what) {
-  error_ = error;
+  error_ = told(error);
   ++error_count_;
-  drain_error_ = error;
+  drain_error_ = error_;
   say_once(40, what + ": " + std::strerror(error));
 }
 
@@ -212,9 +212,25 @@ void File::blame(uint16_t device, int error) {
     case ENODEV:
     case ESHUTDOWN:
     case EUCLEAN:
+    case ESTALE:
       return plane_.mark_device_failed(device, error);
     default:
       return;
+  }
+}
+
+int File::told(int error) {
+  switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+    case ENXIO:
+    case ENODEV:
+    case ESHUTDOWN:
+    case EUCLEAN:
+    case ESTALE:
+      return EIO;
+    default:
+      return error;
   }
 }
 

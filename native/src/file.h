@@ -69,6 +69,8 @@ class Plane {
   virtual bool checksums() const = 0;
   // A block of a file was read from its place and is not what was written there.
   virtual void report_damage(uint64_t ino, uint64_t block, const Place& place) = 0;
+  // A device did not deliver a part of a file; it may be missing.
+  virtual void report_unreadable(uint64_t ino, uint16_t device, int error) = 0;
   // Brackets a device read, so that discarding old places waits for it.
   virtual unsigned read_begin() = 0;
   virtual void read_end(unsigned phase) = 0;
@@ -181,6 +183,8 @@ class File : public std::enable_shared_from_this<File> {
   void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
                bool trim) EXCLUDES(mutex_);
   Outcome attach_recovered() EXCLUDES(mutex_);
+  // Changes of this file were acknowledged and are lost: until it is emptied, its handles get EIO.
+  void spoil() EXCLUDES(mutex_);
   // Everything on the devices that is this file's.
   std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
 
@@ -206,8 +210,6 @@ class File : public std::enable_shared_from_this<File> {
   // --- reading (file_read.cc) ---
   // Fills in what `job` has to read; true if it is complete without device I/O.
   void read(ReadJob* job) EXCLUDES(mutex_);
-  // A device did not deliver what lies there.
-  void read_failed(const Place& place, int error) EXCLUDES(mutex_);
   // lseek(2) SEEK_DATA / SEEK_HOLE; -ENXIO behind the end.
   int64_t seek(uint64_t offset, bool data) EXCLUDES(mutex_);
 
@@ -243,6 +245,9 @@ class File : public std::enable_shared_from_this<File> {
   // Why new blocks cannot go to a device, as far as this file knows (0: they can).
   int trouble_with(uint16_t device) REQUIRES(mutex_);
   void blame(uint16_t device, int error);
+  // What a caller is told of a device's error: that an object or a device is not there is nothing
+  // that his call could mean by that.
+  static int told(int error);
   bool lost(uint64_t begin, uint64_t end) REQUIRES(mutex_);
   void publish(Slot* slot, arena::SlotState state) REQUIRES(mutex_);
 
@@ -453,6 +458,8 @@ struct ReadJob {
   // 0, or -EIO when bytes are asked for of a block of `extent` that is not as expected. The blocks
   // lie in the buffer, whole.
   int check(const Extent& extent, const std::vector<Checksum>& expected);
+  // Tells of a device that did not deliver; what the reader is told.
+  int unreadable(uint16_t device, int result);
   // Whether what is asked for of a block comes from staging alone.
   bool is_staged(uint64_t block) const;
 };

@@ -29,8 +29,10 @@ struct Gather {
 
 struct GatherRequest : IoRequest {
   Gather* gather = nullptr;
+  std::function<void(int error)> failed;
   void complete(int result) override {
     Gather* const target = gather;
+    if (result != 0) failed(-result);
     delete this;
     target->part(result);
   }
@@ -497,6 +499,8 @@ void File::drain(bool last, DrainDone done) {
     const MutexLock lock(mutex_);
     if (dropped_ || draining_) {
       actions.add([done, error = dropped_ ? ENOENT : EBUSY] { done(error, {}); });
+    } else if (inline_mode_ && drain_error_ != 0) {
+      actions.add([done, error = drain_error_] { done(error, {}); });
     } else if (inline_mode_ && barriers_.empty()) {
       draining_ = true;
       flush_objects(last, snapshot({}, last), done, actions);
@@ -534,7 +538,7 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
       if (error != 0) self->record_error(error, "flushing to a device failed");
       if (error == 0) self->said_.clear();
     }
-    done(error, snapshot);
+    done(told(error), snapshot);
   };
   if (last) {
     for (const auto& [number, entry] : appenders_) submit_trim(entry, actions);
@@ -547,6 +551,9 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
     request->op = IoOp::Flush;
     request->object = object;
     request->gather = gather;
+    request->failed = [self = shared_from_this(), device = key.first](int error) {
+      self->blame(device, error);
+    };
     ++gather->pending;
     Device* device = plane_.device(key.first);
     actions.add([device, request] {

@@ -13,15 +13,15 @@ namespace {
 
 struct ReadPart : IoRequest {
   ReadJob* job = nullptr;
-  Extent extent;  // what it reads a part of, or, where that is to be checked, whole
+  uint16_t device = 0;
+  Extent extent;  // what it reads, where that is whole blocks
   std::vector<Checksum> expected;
   void complete(int result) override {
     ReadJob* const target = job;
     if (result == 0) {
       result = target->check(extent, expected);
     } else {
-      target->file->read_failed(extent.place, -result);
-      result = -EIO;  // whatever the device says: to who reads it is that
+      result = target->unreadable(device, result);
     }
     delete this;
     target->part_done(result);
@@ -41,6 +41,11 @@ int ReadJob::check(const Extent& extent, const std::vector<Checksum>& expected) 
     if (!is_staged(damaged.block)) result = -EIO;
   }
   return result;
+}
+
+int ReadJob::unreadable(uint16_t device, int result) {
+  file->plane_.report_unreadable(file->ino(), device, -result);
+  return -File::told(-result);
 }
 
 bool ReadJob::is_staged(uint64_t block) const {
@@ -82,17 +87,6 @@ ObjectRef File::object_ref(uint16_t device, uint64_t id) {
   return object;
 }
 
-// An object that is not there, or is none: errors of the device itself are told of elsewhere.
-void File::read_failed(const Place& place, int error) {
-  constexpr std::array kNoObject = {ENOENT, ENOTDIR, EISDIR, ELOOP, ENXIO, EINVAL};
-  if (std::find(kNoObject.begin(), kNoObject.end(), error) == kNoObject.end()) return;
-  std::array<char, 24> id;
-  std::snprintf(id.data(), id.size(), "%016llx", static_cast<unsigned long long>(place.object));
-  const MutexLock lock(mutex_);
-  say_once(40, "object " + std::string(id.data()) + " on device " + std::to_string(place.device) +
-                   " cannot be read: " + std::strerror(error));
-}
-
 void File::unpin(const std::vector<Slot*>& slots) {
   bool freed = false;
   {
@@ -121,6 +115,7 @@ void File::plan_extents(ReadJob* job, uint64_t begin, uint64_t end, Actions& act
     auto* part = new ReadPart();
     part->op = IoOp::Read;
     part->job = job;
+    part->device = extent.place.device;
     part->object = object_ref(extent.place.device, extent.place.object);
     part->offset =
         uint64_t{extent.place.object_block} * kBlockBytes + (from - extent.block * kBlockBytes);

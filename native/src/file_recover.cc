@@ -174,6 +174,13 @@ void File::find_garbage() {
   }
 }
 
+void File::spoil() {
+  const MutexLock lock(mutex_);
+  record_error(EIO, "what was acknowledged of it is lost");
+  lost_.emplace_back(0, UINT64_MAX);
+  ++sequence_;
+}
+
 std::vector<std::pair<uint16_t, uint64_t>> File::objects() {
   const MutexLock lock(mutex_);
   std::vector<std::pair<uint16_t, uint64_t>> keys;

@@ -98,9 +98,10 @@ void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, 
   {
     const MutexLock lock(mutex_);
     if (error != 0) {
-      blame(entry->device, error);
+      // A folder that is missing is made: what is missing then is the device's own.
+      blame(entry->device, error == ENOENT ? ENODEV : error);
       entry->growing = false;
-      entry->error = error;
+      entry->error = told(error);
       actions.add([this] { plane_.wake(); });
     } else if (dropped_) {
       entry->growing = false;
@@ -144,7 +145,7 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
         entry->allocated_blocks += blocks;
         entry->step_blocks = std::min(entry->step_blocks * kGrowFactor, kGrowBlocksMax);
       } else if (needed != 0) {
-        entry->error = error;
+        entry->error = told(error);
       } else {
         entry->step_blocks = 1;
       }
@@ -252,6 +253,10 @@ void File::truncate(uint64_t size, Done done) {
   Actions actions;
   {
     const MutexLock lock(mutex_);
+    if (size == 0 && inline_mode_) {  // a new content begins
+      drain_error_ = 0;
+      lost_.clear();
+    }
     if (size > kFileBytesMax || dropped_) {
       actions.add([done, error = dropped_ ? EIO : EFBIG] { done(error); });
     } else if (size >= size_) {

@@ -104,6 +104,8 @@ JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
 
 }  // namespace
 
+uint32_t ino_check(uint64_t ino) { return crc32c(0, &ino, sizeof ino); }
+
 Journal::Journal(int fd, char* base, uint64_t offset, uint64_t area_bytes,
                  std::atomic<uint64_t>& sequence)
     : fd_(fd), base_(base), offset_(offset), area_bytes_(area_bytes), sequence_(sequence) {}
@@ -121,8 +123,36 @@ Status Journal::format() {
 arena::JournalArea Journal::read_area(unsigned index) const {
   arena::JournalArea header{};
   std::memcpy(&header, area(index), sizeof header);
-  if (header.complement != ~header.generation) header.generation = 0;
   return header;
+}
+
+// 0: the area is unused, or was about to begin anew, with nothing in it. None: it is damaged.
+std::optional<uint64_t> Journal::generation_of(unsigned index) const {
+  if (there_[index] < kFirst) return 0;
+  const arena::JournalArea header = read_area(index);
+  const uint64_t other = ~header.complement;
+  const auto possible = [](uint64_t value) { return value % arena::kGenerationStep == 0; };
+  if (header.generation == other) return possible(other) ? std::optional(other) : std::nullopt;
+  // Two that are possible are what a kill between two stores leaves.
+  if (possible(header.generation) && possible(other)) return 0;
+  if (possible(header.generation)) return header.generation;
+  if (possible(other)) return other;
+  return std::nullopt;
+}
+
+// Stored after the records before it.
+void Journal::publish_end() {
+  auto* header = reinterpret_cast<arena::JournalArea*>(area(current_));
+  std::atomic_ref(header->end)
+      .store(arena::published_word(end_ / kPayloadUnit), std::memory_order_release);
+}
+
+// 0 where it is not known.
+uint64_t Journal::published_end() const {
+  const uint64_t word = read_area(current_).end;
+  if (!arena::is_published_word(word)) return 0;
+  const uint64_t end = static_cast<uint32_t>(word) * kPayloadUnit;
+  return end <= there_[current_] ? end : 0;
 }
 
 void Journal::write_area(unsigned index, uint64_t generation) {
@@ -157,6 +187,7 @@ void Journal::put(uint64_t at, arena::ChangeHead head, std::string_view payload)
   char* to = area(current_) + at;
   head.generation = static_cast<uint32_t>(generation_);
   head.bytes = static_cast<uint32_t>(payload.size());
+  head.ino_check = ino_check(head.ino);
   head.crc = 0;
   std::memcpy(to, &head, sizeof head);
   if (!payload.empty()) std::memcpy(to + sizeof head, payload.data(), payload.size());
@@ -182,6 +213,7 @@ Status Journal::append(const FileState& state, arena::Change kind, std::string_v
   live_[state.ino].push_back({end_, head.sequence, static_cast<uint32_t>(bytes)});
   live_bytes_ += bytes;
   end_ += bytes;
+  publish_end();
   return {};
 }
 
@@ -232,6 +264,7 @@ void Journal::settle(uint64_t ino, uint64_t sequence) {
   head.ino = ino;
   put(end_, head, payload);
   end_ += bytes;
+  publish_end();
 }
 
 // Nothing in the journal matters any more. A new generation ends what the area held.
@@ -239,7 +272,8 @@ void Journal::start_over() {
   live_.clear();
   live_bytes_ = 0;
   end_ = kFirst;
-  write_area(current_, ++generation_);
+  publish_end();  // first: records of the old generation would be missing otherwise
+  write_area(current_, generation_ += arena::kGenerationStep);
 }
 
 // Moves what is not settled to the other area. False when there is no memory for it.
@@ -247,7 +281,7 @@ bool Journal::compact() {
   const unsigned from = current_;
   if (!extend(from ^ 1, kFirst + live_bytes_).ok()) return false;
   current_ = from ^ 1;
-  ++generation_;
+  generation_ += arena::kGenerationStep;
   end_ = kFirst;
   // In the order of the old area, which is that of the changes.
   std::vector<Record*> records;
@@ -264,34 +298,56 @@ bool Journal::compact() {
     record->at = end_;
     end_ += record->bytes;
   }
+  publish_end();
   write_area(current_, generation_);
   write_area(from, 0);
   return true;
 }
 
-std::vector<JournalEntry> Journal::recover() {
+// Goes on at the next record that is sound, or at the end.
+void Journal::skip_damage(uint64_t end, std::vector<RecordDamage>* damage) {
+  const char* const limit = area(current_) + there_[current_];
+  arena::ChangeHead head{};
+  std::memcpy(&head, area(current_) + end_, sizeof head);
+  const uint64_t begin = end_;
+  do {
+    end_ += kPayloadUnit;
+  } while (end_ < end && !read_head(area(current_) + end_, limit, generation_).has_value());
+  // One record and no more, of which the length and the inode are right.
+  const bool certain =
+      head.ino_check == ino_check(head.ino) && begin + record_bytes(head.bytes) == end_;
+  damage->push_back(
+      {"journal at " + std::to_string(begin), certain ? std::optional(head.ino) : std::nullopt});
+}
+
+std::vector<JournalEntry> Journal::recover(std::vector<RecordDamage>* damage) {
   const MutexLock lock(mutex_);
   for (const unsigned index : {0U, 1U}) {
     const off_t at = static_cast<off_t>(offset_ + index * area_bytes_);
     const off_t hole = lseek(fd_, at, SEEK_HOLE);
     there_[index] = hole > at ? std::min(static_cast<uint64_t>(hole - at), area_bytes_) : 0;
   }
-  const auto generation = [&](unsigned index) {
-    mutex_.assert_held();
-    return there_[index] < kFirst ? 0 : read_area(index).generation;
-  };
-  current_ = generation(1) > generation(0) ? 1 : 0;
-  generation_ = generation(current_);
+  const std::optional<uint64_t> first = generation_of(0);
+  const std::optional<uint64_t> second = generation_of(1);
+  if (!first.has_value() || !second.has_value()) damage->push_back({"journal", std::nullopt});
+  current_ = second.value_or(0) > first.value_or(0) ? 1 : 0;
+  generation_ = std::max(first.value_or(0), second.value_or(0));
   std::vector<JournalEntry> entries;
   if (generation_ == 0) {  // it ended while it began anew: there was nothing in it
     start_over();
     return entries;
   }
   const char* const end = area(current_) + there_[current_];
+  const uint64_t published = published_end();
+  const size_t known = damage->size();
   for (end_ = kFirst;;) {
     const char* at = area(current_) + end_;
     const auto head = read_head(at, end, generation_);
-    if (!head.has_value()) break;
+    if (!head.has_value() && end_ >= published) break;
+    if (!head.has_value()) {
+      skip_damage(published, damage);
+      continue;
+    }
     const uint64_t bytes = record_bytes(head->bytes);
     if (head->kind == arena::Change::Settled) {
       uint64_t upto = 0;
@@ -309,6 +365,8 @@ std::vector<JournalEntry> Journal::recover() {
     const auto it = live_.find(entry.state.ino);
     return it == live_.end() || entry.sequence < it->second.front().sequence;
   });
+  // What is damaged goes: it is told of once, and not by the next process again.
+  if (damage->size() != known) (void)compact();
   return entries;
 }
 

@@ -13,6 +13,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -45,6 +47,16 @@ struct JournalEntry {
   bool is_possible = true;
 };
 
+// A record in the arena that should be there and is not sound. What was acknowledged with it is
+// lost.
+struct RecordDamage {
+  std::string what;
+  std::optional<uint64_t> ino;  // whose it was, where that is certain; 0: nobody's
+};
+
+// Tells, of a damaged record, whether at least the inode in it is right.
+uint32_t ino_check(uint64_t ino);
+
 class Journal {
  public:
   // `area_bytes` is what each area may grow to. The areas lie behind each other at `base`, and at
@@ -56,8 +68,9 @@ class Journal {
 
   // Begins an empty journal.
   Status format() EXCLUDES(mutex_);
-  // Takes over what another process left. Entries of contents that are settled are left out.
-  std::vector<JournalEntry> recover() EXCLUDES(mutex_);
+  // Takes over what another process left. Entries of contents that are settled are left out; those
+  // that are damaged are added to `damage`, and dropped.
+  std::vector<JournalEntry> recover(std::vector<RecordDamage>* damage) EXCLUDES(mutex_);
 
   Status note(const FileState& state, arena::Change kind) EXCLUDES(mutex_);
   Status note_closed(const FileState& state, int killed_by) EXCLUDES(mutex_);
@@ -82,6 +95,10 @@ class Journal {
                 int killed_by = 0) EXCLUDES(mutex_);
   char* area(unsigned index) const { return base_ + index * area_bytes_; }
   arena::JournalArea read_area(unsigned index) const;
+  std::optional<uint64_t> generation_of(unsigned index) const REQUIRES(mutex_);
+  void publish_end() REQUIRES(mutex_);
+  uint64_t published_end() const REQUIRES(mutex_);
+  void skip_damage(uint64_t end, std::vector<RecordDamage>* damage) REQUIRES(mutex_);
   void write_area(unsigned index, uint64_t generation);
   Status make_room(uint64_t bytes) REQUIRES(mutex_);
   Status extend(unsigned index, uint64_t bytes) REQUIRES(mutex_);
@@ -98,7 +115,7 @@ class Journal {
 
   mutable Mutex mutex_;
   unsigned current_ GUARDED_BY(mutex_) = 0;  // which area
-  uint64_t generation_ GUARDED_BY(mutex_) = 1;
+  uint64_t generation_ GUARDED_BY(mutex_) = 0;
   uint64_t end_ GUARDED_BY(mutex_) = 0;            // of the records in the current area
   uint64_t there_[2] GUARDED_BY(mutex_) = {0, 0};  // bytes of each area that have memory
   uint64_t live_bytes_ GUARDED_BY(mutex_) = 0;

@@ -1,5 +1,6 @@
 // The arena's tables: what a restart would find in them.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -130,9 +131,9 @@ TEST_CASE("arena: how a handle's last writer ended is recorded while the handle 
   named.arena->forget_handle(5);
   REQUIRE(named.arena->record_handle(open_file(8, 7, 1)).ok());
   CHECK(ended(8) == 0);
-  // What was torn means none.
-  for (const uint32_t torn : {0U, 0x00090000U, 0x0009ffffU, 0xffffffffU}) {
-    CHECK(arena::signal_of(torn) == 0);
+  for (unsigned bit = 0; bit < 32; ++bit) {  // a wrong one neither hides a signal nor makes one up
+    CHECK(arena::signal_of(1U << bit) == 0);
+    CHECK(arena::signal_of(arena::signal_word(15) ^ 1U << bit) != 0);
   }
 }
 
@@ -187,7 +188,10 @@ TEST_CASE("arena: the header tells where everything is, and nothing lies over an
   CHECK(header.crc == crc32c(0, reinterpret_cast<char*>(&header), offsetof(arena::Header, crc)));
   CHECK(header.slot_count == count);
   CHECK(header.slot_bytes == kSlotBytes);
+  CHECK(header.tables[0].count == 2 * count);
   uint64_t end = header.header_bytes;
+  std::sort(std::begin(header.tables), std::end(header.tables),
+            [](const auto& a, const auto& b) { return a.offset < b.offset; });
   for (const arena::TableEntry& table : header.tables) {
     if (table.kind == arena::Table::None) continue;
     CHECK(table.offset >= end);
@@ -198,7 +202,6 @@ TEST_CASE("arena: the header tells where everything is, and nothing lies over an
       end = header.data_offset + count * kSlotBytes;
     }
   }
-  CHECK(header.tables[0].count == 2 * count);
   CHECK(end == std::filesystem::file_size(path));
   // The first slot's memory is where the header says.
   Slot* slot = made.value()->take();
@@ -324,6 +327,112 @@ TEST_CASE("arena: slots are told oldest first, whichever go before") {
     CHECK(named.arena->oldest(2).size() == 2);
     for (Slot* slot : slots) named.arena->give(slot);
     CHECK(named.arena->oldest(kSlotCount).empty());
+  }
+}
+
+namespace {
+
+// What another process finds of an arena whose file has one wrong bit, in its table of `kind`.
+struct Found {
+  Remains remains;
+  bool is_slot_staged = false;
+  explicit Found(Named& named, arena::Table kind, uint64_t at, unsigned bit) {
+    const arena::Header header = named.header();
+    const auto table = std::find_if(std::begin(header.tables), std::end(header.tables),
+                                    [&](const auto& each) { return each.kind == kind; });
+    REQUIRE(table != std::end(header.tables));
+    const auto place = static_cast<off_t>(table->offset + at);
+    char byte = 0;
+    const auto flip = [&] {
+      REQUIRE(::pread(named.arena->fd(), &byte, 1, place) == 1);
+      byte = static_cast<char>(byte ^ (1 << bit));
+      REQUIRE(::pwrite(named.arena->fd(), &byte, 1, place) == 1);
+    };
+    flip();
+    std::string warning;
+    const Arena::Config config{named.path, "some-id", 0, 0};
+    auto second = Arena::attach(config, -1, &remains, &warning);
+    REQUIRE_MESSAGE(second.ok(), second.status().message());
+    is_slot_staged = !remains.slots.empty();
+    flip();  // what the second one wrote itself aside, all is as it was
+  }
+};
+
+}  // namespace
+
+TEST_CASE("arena: a wrong bit of the record that holds is noticed") {
+  constexpr uint64_t kBits = 8 * sizeof(arena::SlotRecord);
+  for (uint64_t bit = 0; bit < kBits; bit += 11) {
+    INFO("bit " << bit);
+    Named named;
+    Slot* slot = named.arena->take();
+    slot->chunk = 5;
+    slot->ranges.add(0, 100);
+    named.arena->publish(slot, arena::SlotState::Filling, 7, 65536, 100, 1);
+    slot->ranges.add(100, 200);
+    named.arena->publish(slot, arena::SlotState::Filling, 7, 65536, 200, 1);
+    const uint64_t at = (slot->index * 2 + slot->record_copy) * sizeof(arena::SlotRecord);
+    const Found found(named, arena::Table::Slots, at + bit / 8, bit % 8);
+    CHECK_FALSE(found.is_slot_staged);  // the older copy lacks what was acknowledged last
+    REQUIRE(found.remains.damage.size() == 1);
+    CHECK((!found.remains.damage[0].ino.has_value() || found.remains.damage[0].ino == 7));
+  }
+}
+
+TEST_CASE("arena: a wrong bit of what does not hold changes nothing") {
+  constexpr uint64_t kBits = 8 * sizeof(arena::SlotRecord);
+  for (uint64_t bit = 0; bit < kBits; bit += 41) {
+    for (const bool in_word : {false, true}) {
+      INFO("bit " << bit);
+      Named named;
+      Slot* slot = named.arena->take();
+      for (const uint32_t end : {100U, 200U}) {
+        slot->ranges.add(0, end);
+        named.arena->publish(slot, arena::SlotState::Filling, 7, 65536, end, 1);
+      }
+      const uint32_t copy = slot->index * 2 + (slot->record_copy ^ 1);
+      const uint64_t at = in_word ? slot->index * sizeof(arena::PublishedWord) + bit / 8 % 8
+                                  : copy * sizeof(arena::SlotRecord) + bit / 8;
+      const arena::Table table = in_word ? arena::Table::Published : arena::Table::Slots;
+      const Found found(named, table, at, bit % 8);
+      CHECK(found.remains.damage.empty());
+      REQUIRE(found.remains.slots.size() == 1);
+      CHECK(found.remains.slots[0].record.file_size == 200);
+    }
+  }
+}
+
+TEST_CASE("arena: a wrong bit in the record of a file that is written is noticed") {
+  constexpr uint64_t kBits = 8 * offsetof(arena::HandleRecord, killed_by);
+  for (uint64_t bit = 0; bit < kBits; bit += 5) {
+    INFO("bit " << bit);
+    Named named;
+    REQUIRE(named.arena->record_handle(open_file(1, 8, O_WRONLY)).ok());
+    const Found found(named, arena::Table::Handles, bit / 8, bit % 8);
+    CHECK(found.remains.handles_damaged);
+    CHECK(found.remains.handles.empty());
+  }
+  Named named;
+  REQUIRE(named.arena->record_handle(open_file(1, 8, O_WRONLY)).ok());
+  named.arena->record_end(1, SIGKILL);
+  for (uint64_t bit = kBits; bit < 8 * sizeof(arena::HandleRecord); bit += 5) {
+    const Found found(named, arena::Table::Handles, bit / 8, bit % 8);
+    REQUIRE(found.remains.handles.size() == 1);
+    CHECK(arena::signal_of(found.remains.handles[0].killed_by) == SIGKILL);
+  }
+}
+
+TEST_CASE("arena: a wrong bit where no file is open is none of anybody's") {
+  for (uint64_t bit = 0; bit < 8 * sizeof(arena::HandleRecord); bit += 5) {
+    INFO("bit " << bit);
+    Named named;
+    REQUIRE(named.arena->record_handle(open_file(11, 8, O_WRONLY)).ok());
+    if (bit % 2 == 0) named.arena->forget_handle(11);
+    const uint64_t record = bit % 2 == 0 ? 0 : 1;  // that was forgotten, or never was one
+    const Found found(named, arena::Table::Handles, record * sizeof(arena::HandleRecord) + bit / 8,
+                      bit % 8);
+    CHECK_FALSE(found.remains.handles_damaged);
+    CHECK(found.remains.damage.empty());
   }
 }
 

@@ -25,6 +25,11 @@ struct Memory {
     REQUIRE(journal->format().ok());
   }
   ~Memory() { munmap(base, 2 * area_bytes); }
+  // What another process finds of the journal.
+  std::vector<JournalEntry> recovered() {
+    damage.clear();
+    return open()->recover(&damage);
+  }
   // Another process's journal over the same memory.
   std::unique_ptr<Journal> open() {
     return std::make_unique<Journal>(fd.get(), base, 0, area_bytes, sequence);
@@ -40,6 +45,7 @@ struct Memory {
   char* base = nullptr;
   std::atomic<uint64_t> sequence{1};
   std::unique_ptr<Journal> journal;
+  std::vector<RecordDamage> damage;
 };
 
 FileState state_of(uint64_t ino, uint64_t size) { return {ino, size, 11, 12, ino % 2 == 1}; }
@@ -68,7 +74,7 @@ TEST_CASE("journal: another process finds every change, in order and whole") {
   REQUIRE(journal.note_punched(state_of(3, 400), 17, 23).ok());
   REQUIRE(journal.note(state_of(4, 500), arena::Change::Closed).ok());
 
-  const auto entries = memory.open()->recover();
+  const auto entries = memory.recovered();
   REQUIRE(sizes(entries) == std::vector<uint64_t>{100, 200, 300, 400, 500});
   CHECK(entries[0].kind == arena::Change::Extents);
   CHECK(entries[0].state.ino == 3);
@@ -102,7 +108,7 @@ TEST_CASE("journal: a close says which signal ended the writer") {
   REQUIRE(memory.journal->note_closed(dropped, SIGKILL).ok());
   REQUIRE(memory.journal->note_closed(state_of(3, 100), 0).ok());
   REQUIRE(memory.journal->note_closed(kept, 64).ok());
-  const auto entries = memory.open()->recover();
+  const auto entries = memory.recovered();
   REQUIRE(entries.size() == 3);
   CHECK(entries[0].kind == arena::Change::Closed);
   CHECK(entries[0].killed_by == SIGKILL);
@@ -120,38 +126,98 @@ TEST_CASE("journal: what the catalog holds is forgotten, and all of it is a new 
   const uint64_t upto = memory.sequence - 1;
   REQUIRE(journal.note(state_of(3, 300), arena::Change::None).ok());
   journal.settle(3, upto);
-  CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{200, 300});
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{200, 300});
   journal.settle(3, UINT64_MAX);
-  CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{200});
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{200});
   journal.settle(4, UINT64_MAX);
   CHECK(journal.bytes_used() == 0);
-  CHECK(memory.open()->recover().empty());
+  CHECK(memory.recovered().empty());
   // What lies behind the new beginning is of an older generation.
   REQUIRE(journal.note(state_of(5, 500), arena::Change::None).ok());
-  CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{500});
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{500});
 }
 
 TEST_CASE("journal: one that is taken over goes on where it was") {
   Memory memory;
   REQUIRE(memory.journal->note(state_of(3, 100), arena::Change::None).ok());
   const auto second = memory.open();
-  CHECK(second->recover().size() == 1);
+  CHECK(second->recover(&memory.damage).size() == 1);
   REQUIRE(second->note(state_of(3, 200), arena::Change::None).ok());
   const auto third = memory.open();
-  CHECK(sizes(third->recover()) == std::vector<uint64_t>{100, 200});
+  CHECK(sizes(third->recover(&memory.damage)) == std::vector<uint64_t>{100, 200});
   third->settle(3, UINT64_MAX);
-  CHECK(memory.open()->recover().empty());
+  CHECK(memory.recovered().empty());
 }
 
-TEST_CASE("journal: a record that is not whole ends it") {
-  for (const size_t damaged : {0U, 4U, 12U, 16U, 40U, 60U}) {
-    Memory memory;
-    REQUIRE(memory.journal->note(state_of(3, 100), arena::Change::None).ok());
-    const uint64_t at = sizeof(arena::JournalArea) + memory.journal->bytes_used();
-    REQUIRE(memory.journal->note_extents(state_of(3, 200), {extent_at(4)}).ok());
-    memory.base[at + damaged] = static_cast<char>(memory.base[at + damaged] ^ 0x10);
-    CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{100});
+namespace {
+
+// Records of inodes 3, 4 and 5; returns where that of 4 is.
+uint64_t three_records(Memory& memory) {
+  REQUIRE(memory.journal->note(state_of(3, 100), arena::Change::None).ok());
+  const uint64_t at = sizeof(arena::JournalArea) + memory.journal->bytes_used();
+  REQUIRE(memory.journal->note_extents(state_of(4, 200), {extent_at(4)}).ok());
+  REQUIRE(memory.journal->note(state_of(5, 300), arena::Change::None).ok());
+  return at;
+}
+
+void flip(Memory& memory, uint64_t at, unsigned bit) {
+  memory.base[at] = static_cast<char>(memory.base[at] ^ (1 << bit));
+}
+
+}  // namespace
+
+TEST_CASE("journal: a record that a kill tore ends it, and is no damage") {
+  Memory memory;
+  const uint64_t at = three_records(memory);
+  // As it is before the end behind it is told.
+  reinterpret_cast<arena::JournalArea*>(memory.base)->end = arena::published_word(at / 8);
+  memory.base[at + 60] = 1;
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100});
+  CHECK(memory.damage.empty());
+}
+
+TEST_CASE("journal: every wrong bit of a record is noticed, and the others hold") {
+  constexpr uint64_t kInoAt = offsetof(arena::ChangeHead, ino);
+  for (uint64_t bit = 0;; ++bit) {
+    Memory memory(64 * 1024);
+    const uint64_t at = three_records(memory);
+    arena::ChangeHead head{};
+    std::memcpy(&head, memory.base + at, sizeof head);
+    if (bit == 8 * (sizeof head + head.bytes)) break;
+    flip(memory, at + bit / 8, bit % 8);
+    INFO("bit " << bit);
+    CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100, 300});
+    REQUIRE(memory.damage.size() == 1);
+    // Whose it was is known unless that is what is wrong.
+    const std::optional<uint64_t> ino = memory.damage[0].ino;
+    CHECK((!ino.has_value() || ino == 4));
+    if (bit / 8 > kInoAt + 8 && bit / 8 < offsetof(arena::ChangeHead, ino_check)) CHECK(ino == 4);
+    // Once is enough.
+    CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100, 300});
+    CHECK(memory.damage.empty());
   }
+}
+
+TEST_CASE("journal: a wrong bit in an area's head loses nothing, or is told of") {
+  for (uint64_t bit = 0; bit < 8 * sizeof(arena::JournalArea); ++bit) {
+    for (const unsigned index : {0U, 1U}) {
+      Memory memory(64 * 1024);
+      three_records(memory);
+      flip(memory, index * memory.area_bytes + bit / 8, bit % 8);
+      INFO("bit " << bit << " of area " << index);
+      CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100, 200, 300});
+      CHECK(memory.damage.empty());
+    }
+  }
+}
+
+TEST_CASE("journal: records that lie there in ruins are all told of") {
+  Memory memory;
+  const uint64_t at = three_records(memory);
+  std::memset(memory.base + at, 0xff, 300);
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100});
+  REQUIRE(memory.damage.size() == 1);
+  CHECK_FALSE(memory.damage[0].ino.has_value());
 }
 
 TEST_CASE("journal: it does not grow with what is settled") {
@@ -164,7 +230,7 @@ TEST_CASE("journal: it does not grow with what is settled") {
     if (i % 50'000 == 0) REQUIRE(journal.note(state_of(3, 2 + i), arena::Change::None).ok());
   }
   CHECK(memory.memory_bytes() <= 4 * 1024 * 1024);
-  CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{1, 2, 50'002, 100'002, 150'002});
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{1, 2, 50'002, 100'002, 150'002});
 }
 
 TEST_CASE("journal: a full one says so, and takes records again when others are settled") {
@@ -176,10 +242,10 @@ TEST_CASE("journal: a full one says so, and takes records again when others are 
   while ((status = journal.note(state_of(4, taken), arena::Change::None)).ok()) ++taken;
   CHECK(status.error() == ENOSPC);
   CHECK(taken > 1000);
-  CHECK(memory.open()->recover().size() == taken + 1);
+  CHECK(memory.recovered().size() == taken + 1);
   journal.settle(4, UINT64_MAX);
   REQUIRE(journal.note(state_of(3, 2), arena::Change::None).ok());
-  CHECK(sizes(memory.open()->recover()) == std::vector<uint64_t>{1, 2});
+  CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{1, 2});
 }
 
 }  // namespace fpfs::testing

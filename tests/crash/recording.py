@@ -158,8 +158,8 @@ def _take(view: memoryview, place: int, events: list[Event], by_place: dict[int,
     return int(length)
 
 
-def recorder_library() -> Path:
-    """Build the library to be preloaded where it is missing or old; returns its path."""
+def recorder_library(name: str = "recorder") -> Path:
+    """Build a library to be preloaded where it is missing or old; returns its path."""
     build = REPOSITORY / "build" / "recorder"
     build.parent.mkdir(exist_ok=True)
     tools = Path(sys.executable).parent
@@ -169,14 +169,13 @@ def recorder_library() -> Path:
     ]  # fmt: skip
     with (build.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        make: list[str | Path] = [tools / "cmake", "--build", build, "--target", LIBRARY_TARGET]
+        make: list[str | Path] = [tools / "cmake", "--build", build, "--target", f"fpfs_{name}"]
         for command in (configure, make):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"the recorder does not build\n{done.stdout}{done.stderr}"
-    return build / "recorder" / f"lib{LIBRARY_TARGET}.so"
-
-
-LIBRARY_TARGET = "fpfs_recorder"
+            assert done.returncode == 0, (
+                f"the {name} library does not build\n{done.stdout}{done.stderr}"
+            )
+    return build / name / f"libfpfs_{name}.so"
 
 
 def recording_environment(log: Path, folders: list[Path]) -> dict[str, str]:

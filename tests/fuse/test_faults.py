@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.core.control import DeviceState
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, run_fpfs
 from tests.support.contents import assert_same, random_bytes
@@ -51,6 +52,7 @@ OUT_OF_SERVICE = (
     r"fpfs\.daemon\.catalog_copies: (the catalog's copy .* is out of service"
     r"|it cannot be noted that catalog .* goes on alone)"
 )
+UNREADABLE = r"fpfs\.engine: inode \d+: what lies on device \d cannot be read: Input/output error"
 REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from"
 CATALOG = (
     r"fpfs\.daemon\.catalog_worker: (catalog (transaction of \d+ operations|checkpoint) failed"
@@ -74,7 +76,7 @@ def breakable(
     filesystem, break_device = request.param
     with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
         mount.expect_log(AVOIDED)
-        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
+        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}|{UNREADABLE}")
         yield mount, devices, break_device
 
 
@@ -88,7 +90,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def expect_logs(mount: Mount, *patterns: str) -> None:
     """Expect each of several log lines, and no other but of the catalog's copy on the device."""
-    mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
+    mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}|{UNREADABLE}")
     for pattern in patterns:
         mount.expect_log(pattern)
 
@@ -126,7 +128,7 @@ def test_new_writes_go_to_the_device_that_lives(
 
 def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
-        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}")
+        mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}|{UNREADABLE}")
         (mount.root / "old").write_bytes(OLD)
         mount.remount()  # so that no page of it is cached
         devices.fail(1)
@@ -137,7 +139,11 @@ def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> No
             os.close(fd)
         assert outcomes.count("eio") == 4
         assert outcomes.count("right") == 4
-        assert mount.status().devices[1].error == "cannot be read: Input/output error"
+        status = mount.status().devices[1]
+        assert status.state is DeviceState.FAILED
+        assert status.read_errors
+        assert "cannot be read: Input/output error" in status.error
+        assert len([line for line in mount.log_text().splitlines() if "on device 1" in line]) == 1
         mount.unmount()
         devices.repair(1)
         mount.mount()

@@ -101,11 +101,14 @@ def test_a_truncation_is_found_in_the_journal_as_documented(arena: bytes) -> Non
     at = journal_at(arena)
     generation, complement = struct.unpack_from("<QQ", arena, at)
     assert generation ^ complement == 2**64 - 1
-    at += 16
+    assert generation % 3 == 0
+    (end,) = struct.unpack_from("<I", arena, at + 16)
+    first = at
+    at += 24
     found = []
     while True:
-        head = arena[at : at + 56]
-        whole = arena[at : at + 56 + number(head, record["size of the payload"])]
+        head = arena[at : at + 64]
+        whole = arena[at : at + 64 + number(head, record["size of the payload"])]
         if number(head, record["lower half of the area's generation"]) != generation:
             break
         if crc32c(whole[4:]) != number(head, record["CRC32C of everything behind it"]):
@@ -114,6 +117,7 @@ def test_a_truncation_is_found_in_the_journal_as_documented(arena: bytes) -> Non
         found.append((kind, number(head, record["size of the file after the change"])))
         at += (len(whole) + 7) // 8 * 8
     assert found == [(3, 3_000)]
+    assert at == first + 8 * end
 
 
 def test_an_acknowledged_write_is_found_in_the_arena_as_documented(arena: bytes) -> None:

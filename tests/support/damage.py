@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -39,10 +40,10 @@ class StoredBlock(NamedTuple):
         )
 
 
-def stored_blocks(mount: Mount) -> list[StoredBlock]:
-    """All blocks that the catalog refers to now; the mount may be up, but must be at rest."""
+def stored_blocks(mount: Mount, *, copy: int = 0) -> list[StoredBlock]:
+    """All blocks that a copy of the catalog refers to; the mount may be up, but must be at rest."""
     blocks = []
-    for ino, blobs in _segments(mount.devices[0]).items():
+    for ino, blobs in _segments(mount.devices[copy]).items():
         for run in runs_of_file(blobs):
             if run.flags == UNWRITTEN:
                 continue
@@ -55,10 +56,26 @@ def stored_blocks(mount: Mount) -> list[StoredBlock]:
     return blocks
 
 
-def blocks_of(mount: Mount, path: Path) -> list[StoredBlock]:
-    """The blocks of one file, in order."""
+def blocks_of(mount: Mount, path: Path, *, copy: int = 0) -> list[StoredBlock]:
+    """The blocks of one file, in order, as a copy of the catalog has them."""
     ino = path.stat().st_ino
-    return sorted(block for block in stored_blocks(mount) if block.ino == ino)
+    return sorted(block for block in stored_blocks(mount, copy=copy) if block.ino == ino)
+
+
+def unknown_objects(mount: Mount) -> set[str]:
+    """Objects on the devices that the catalog does not name, of a mount that has ended cleanly."""
+    alone = [device for device in mount.devices if (device / "catalog.alone").exists()]
+    newest = (alone or mount.devices)[0]
+    with contextlib.closing(sqlite3.connect(newest / "catalog.db")) as connection:
+        rows = connection.execute("SELECT device, id FROM objects").fetchall()
+    known = {f"{device}/{id_ & (1 << 64) - 1:016x}" for device, id_ in rows}
+    found = {
+        f"{number}/{path.name}"
+        for number, device in enumerate(mount.devices)
+        for path in (device / "objects").glob("??/*")
+    }
+    assert known <= found, f"objects are gone: {known - found}"
+    return found - known
 
 
 def _segments(device: Path) -> dict[int, list[bytes]]:

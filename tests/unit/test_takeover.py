@@ -38,10 +38,17 @@ class Arena(MemoryEngine):
     """An engine that finds changes of an inode, and says what becomes of them."""
 
     changed: Sequence[LeftChanges] = ()
+    suspects: frozenset[int] = frozenset()
+    all_suspect = False
 
     def left(self) -> Left:
         """What the arena still has."""
-        return Left([], self.changed)
+        handles = list(self.devices.handles.values())
+        return Left(handles, self.changed, self.suspects, self.all_suspect)
+
+    def spoil(self, ino: int) -> None:
+        """Note it."""
+        self.calls.append(("spoil", ino))
 
     async def recover(self, ino: int, *, trim: bool) -> None:
         """Note it."""
@@ -78,3 +85,36 @@ async def test_what_was_put_aside_is_not_taken_over_again(
         (partial,) = await mount.catalog.read(list_partials)
         assert (partial.path, partial.size) == (b"step.pt", len(TORN))
         assert await mount.read_file("step.pt") == GOOD
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+@trio.testing.trio_test
+async def test_changes_that_may_not_be_whole_are_given_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_certain: bool,
+    is_open: bool,
+) -> None:
+    """Those of other inodes are taken over where it is certain whose record was damaged."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        for name in ("step", "other"):
+            await mount.write_file(name, GOOD)
+        await mount.commit.flush_all()
+        ino, other = [(await mount.resolve(name)).ino for name in ("step", "other")]
+        if is_open:
+            await mount.open("step", flags=os.O_WRONLY)
+    monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, 5, 0), LeftChanges(other, 6, 0)])
+    monkeypatch.setattr(Arena, "suspects", frozenset({ino}))
+    monkeypatch.setattr(Arena, "all_suspect", not is_certain)
+    async with rig(tmp_path, devices=devices, is_successor=True) as mount:
+        done = [call[:2] for call in mount.engine.calls]
+        assert ("abandon", ino) in done
+        assert (("recover", other) in done) == is_certain
+        assert (("spoil", ino) in done) == is_open
+        assert (f"inode {ino} (step): what was written and not committed is lost") in caplog.text
+        assert (f"inode {other} (other): " in caplog.text) != is_certain
+        assert await mount.read_file("step") == GOOD
