@@ -13,11 +13,11 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
-from fpfs.cli import policy
+from fpfs.cli import commit, policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
-from fpfs.cli.show import open_console, run_app, show_failures
+from fpfs.cli.show import check_timeout, open_console, run_app, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size, parse_size_bytes
@@ -25,12 +25,21 @@ from fpfs.core.units import format_size, parse_size_bytes
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
 SURPLUS = dict.fromkeys(
-    ("status", "wait", "flush", "restart", "scrub", "fsck", "recovery", "versions", "restore"),
+    (
+        "status",
+        "wait",
+        "flush",
+        "restart",
+        "scrub",
+        "fsck",
+        "recovery",
+        "versions",
+        "restore",
+        "commit",
+    ),
     "there is one path",
 )
 """Where words belong that a command has no place for."""
-TIMEOUT_S_MAX = 1_000_000.0
-"""poll(2) counts milliseconds in 31 bits."""
 
 app = App(
     name="fpfs-ctl",
@@ -41,16 +50,7 @@ app = App(
 app.command(policy.app)
 app.command(former.versions)
 app.command(former.restore)
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    """Refuse what is no time to wait for: zero, less, infinity and not-a-number."""
-    if timeout_s is not None and not 0 < timeout_s <= TIMEOUT_S_MAX:
-        raise Refused(
-            asked=f"--timeout {timeout_s:g}",
-            wrong=f"this is not a number of seconds above 0 and up to {TIMEOUT_S_MAX:.0f}",
-            remedy="write one such as 30, or leave it out",
-        )
+app.command(commit.app)
 
 
 @app.command
@@ -70,7 +70,7 @@ def status(
     timeout
         Give up after so many seconds, with exit status 1.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     asked = f"status of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
@@ -129,6 +129,14 @@ def _show_status(found: Status) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for group in found.uncommitted:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(group.time_unix_s))
+        where = f"since a crash ({when}) it is .fpfs/uncommitted/{group.name}"
+        console.print(
+            f"not committed: {group.path}; {where if group.name else f'made {when}'}",
+            highlight=False,
+            soft_wrap=True,
+        )
     catalog = found.catalog
     console.print(
         f"catalog: {catalog.copies_in_service} of {len(catalog.copies)} copies in service",
@@ -150,7 +158,7 @@ def wait(path: str, /, *, timeout: float | None = None) -> int:
     timeout
         Give up after so many seconds, with exit status 1.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     asked = f"wait for {path}"
     # Connected first: what a server that died left answers ENOTCONN to stat.
     with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
@@ -175,7 +183,7 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
     timeout
         Give up after so many seconds, with exit status 1.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     asked = f"restart of {mountpoint}"
     entry = find_fpfs(mountpoint, asked=asked)
     with ControlClient(entry, asked=asked) as client:
@@ -202,7 +210,7 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     timeout
         Give up after so many seconds, with exit status 1.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     asked = f"flush of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))
@@ -251,7 +259,7 @@ def recovery(
     timeout
         Give up after so many seconds, with exit status 1.
     """
-    _check_timeout(timeout)
+    check_timeout(timeout)
     asked = f"recovery of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         found = client.ask(Verb.STATUS, Status, timeout_s=timeout)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from typing import Annotated
 
@@ -14,6 +12,7 @@ from rich.table import Table
 from fpfs.cli.show import open_console
 from fpfs.core.control import ControlClient, PolicyChange, PolicyShown, Request, Verb, find_fpfs
 from fpfs.core.directory_policy import check_key, parse
+from fpfs.core.paths import inode_of_directory
 from fpfs.core.refusal import Refused
 
 app = App(name="policy", help="Show and change what holds in a directory and below it.")
@@ -39,6 +38,9 @@ def set_(directory: str, /, *settings: str, json: Json = False) -> int:
 
     replace=whole|inplace: whether a file's content stays until the one that replaces it is whole.
     versions=N: how many former contents of each name are kept.
+    commit=close|group: whether each file is complete when it is closed, or each directory that is
+    made here when it is said to be; after a crash that is there with all its files or not at all.
+    commit_marker=NAME: the name whose appearance by rename says so (.metadata).
 
     Parameters
     ----------
@@ -80,7 +82,9 @@ def unset(directory: str, /, *keys: str, json: Json = False) -> int:
 def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> int:
     entry = find_fpfs(directory, asked=asked)
     with ControlClient(entry, asked=asked) as client:
-        request = Request(verb=Verb.POLICY, ino=_inode_of(directory, asked=asked), policy=change)
+        request = Request(
+            verb=Verb.POLICY, ino=inode_of_directory(directory, asked=asked), policy=change
+        )
         shown = client.ask_with(request, PolicyShown)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
@@ -91,17 +95,3 @@ def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> 
         table.add_row(setting.key, setting.value, origin)
     open_console().print(table)
     return 0
-
-
-def _inode_of(directory: str, *, asked: str) -> int:
-    try:
-        found = os.stat(directory)
-    except OSError as error:
-        raise Refused(
-            asked=asked, wrong=f"{error.strerror}", remedy="name a directory on the mount"
-        ) from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise Refused(
-            asked=asked, wrong="this is not a directory", remedy="name the directory that holds it"
-        )
-    return found.st_ino

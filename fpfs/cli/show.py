@@ -16,6 +16,8 @@ from fpfs.core.control import Flushed
 from fpfs.core.refusal import Refused
 
 PIPE_COLUMNS = 400
+TIMEOUT_S_MAX = 1_000_000.0
+"""poll(2) counts milliseconds in 31 bits."""
 
 
 def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -> int:
@@ -44,6 +46,16 @@ def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -
         sys.stderr.write(f"{app.name[0]}: interrupted\n")
         return EXIT_INTERRUPTED
     return int(status or 0)
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse what is no time to wait for: zero, less, infinity and not-a-number."""
+    if timeout_s is not None and not 0 < timeout_s <= TIMEOUT_S_MAX:
+        raise Refused(
+            asked=f"--timeout {timeout_s:g}",
+            wrong=f"this is not a number of seconds above 0 and up to {TIMEOUT_S_MAX:.0f}",
+            remedy="write one such as 30, or leave it out",
+        )
 
 
 def open_console() -> Console:

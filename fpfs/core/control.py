@@ -54,6 +54,8 @@ class Verb(enum.StrEnum):
     RESTORE = "restore"
     """Make the former content `number` of `name` in the directory `ino` the present one, durably.
     Reply: `VersionsShown`."""
+    COMMIT = "commit"
+    """Commit the group that the directory `ino` is, durably. Reply: `Flushed`."""
     END = "end"
     """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
 
@@ -309,6 +311,17 @@ class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
     size: int
 
 
+class UncommittedStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A group that is not committed: its path, and its name in .fpfs/uncommitted once it is there.
+
+    `time_unix_s` is when it was made, or taken away after a crash.
+    """
+
+    path: str
+    name: str
+    time_unix_s: float
+
+
 class Status(msgspec.Struct, kw_only=True, frozen=True):
     """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
 
@@ -326,6 +339,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     staging: StagingStatus
     commit: CommitStatus
     partials: tuple[PartialStatus, ...]
+    uncommitted: tuple[UncommittedStatus, ...]
     catalog: CatalogStatus
     recovery: RecoveryStatus
     channel: Mapping[str, int]
@@ -476,11 +490,13 @@ class ControlClient:
         self.send(verb, ino=ino, scrub=scrub)
         return self.receive(kind, timeout_s=timeout_s)
 
-    def ask_with(self, request: Request, kind: type[Result]) -> Result:
+    def ask_with(
+        self, request: Request, kind: type[Result], *, timeout_s: float | None = None
+    ) -> Result:
         """Send a request that has more to say and wait for its result. Raises as `ask` does."""
         self._request = request
         self._send(request)
-        return self.receive(kind)
+        return self.receive(kind, timeout_s=timeout_s)
 
     def send(self, verb: Verb, *, ino: int = 0, scrub: ScrubStep | None = None) -> None:
         """Send a request without waiting; `receive` gets its result, or learns that it failed."""

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.limits import NAME_BYTES_MAX
 from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
+from fpfs.daemon.catalog_attributes import InodeRow, copy_inode, fetch_inode
 from fpfs.daemon.catalog_contents import (
     Content,
     Version,
     fetch_content,
-    make_one_current,
     record_removals,
     store_segment,
     store_snapshot,
 )
+from fpfs.daemon.catalog_group_contents import make_one_current
 from fpfs.daemon.catalog_names import touch_directory
 from fpfs.daemon.catalog_schema import PARTIAL_INO, ROOT_INO
 
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fpfs.daemon.catalog_worker import Transaction
-
-_INODE_COLUMNS = (
-    "mode, uid, gid, nlink, size, allocated_bytes, atime_ns, mtime_ns, ctime_ns, rdev, parent,"
-    " target, layout"
-)
 
 
 class Aside(NamedTuple):
@@ -96,7 +91,7 @@ def put_aside(
         _remove_names(transaction, ino, names, now_ns)
     aside = Aside(
         path=path,
-        name=_partial_name(name[1], made, now_ns),
+        name=aside_name(name[1], made, now_ns),
         killed_by=version.killed_by,
         size=snapshot.size,
         now_ns=now_ns,
@@ -144,16 +139,7 @@ def remove_unfinished(transaction: Transaction, *, kept: set[int]) -> list[bytes
 
 def _split_off(transaction: Transaction, version: Version, content: Content) -> tuple[int, int]:
     """Make an inode of a version; what is committed stays. Returns it, and the last removal."""
-    ino = transaction.take_number()
-    transaction.execute(
-        f"INSERT INTO inodes (ino, {_INODE_COLUMNS})"
-        f" SELECT ?, {_INODE_COLUMNS} FROM inodes WHERE ino = ?",
-        (ino, version.ino),
-    )
-    transaction.execute("UPDATE inodes SET nlink = 1 WHERE ino = ?", (ino,))
-    transaction.execute(
-        "INSERT INTO xattrs SELECT ?, name, value FROM xattrs WHERE ino = ?", (ino, version.ino)
-    )
+    ino = copy_inode(transaction, version.ino, nlink=1)
     for index, blob in content.segments:
         store_segment(transaction, ino, index, blob)
     store_snapshot(transaction, version._replace(ino=ino))
@@ -207,8 +193,8 @@ def _path_of(transaction: Transaction, parent: int, name: bytes) -> bytes:
     return b"/".join(reversed(parts))
 
 
-def _partial_name(name: bytes, ino: int, now_ns: int) -> bytes:
-    """Return a name that no pattern of checkpoints matches, and that is not there yet."""
+def aside_name(name: bytes, ino: int, now_ns: int) -> bytes:
+    """Return a name for what is put aside, which no pattern of checkpoints matches, and is free."""
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_ns // 1_000_000_000))
     suffix = f".{when}.{ino}".encode()
     return name[: NAME_BYTES_MAX - len(suffix)] + suffix

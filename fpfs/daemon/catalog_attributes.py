@@ -51,6 +51,26 @@ def fetch_inode(transaction: Transaction, ino: int) -> InodeRow:
     return InodeRow._make(row)
 
 
+_COPIED_COLUMNS = (
+    "mode, uid, gid, size, allocated_bytes, atime_ns, mtime_ns, ctime_ns, rdev, parent, target,"
+    " layout"
+)
+
+
+def copy_inode(transaction: Transaction, ino: int, *, nlink: int) -> int:
+    """Make an inode with the attributes of another, extended ones too; returns its number."""
+    made = transaction.take_number()
+    transaction.execute(
+        f"INSERT INTO inodes (ino, nlink, {_COPIED_COLUMNS})"
+        f" SELECT ?, ?, {_COPIED_COLUMNS} FROM inodes WHERE ino = ?",
+        (made, nlink, ino),
+    )
+    transaction.execute(
+        "INSERT INTO xattrs SELECT ?, name, value FROM xattrs WHERE ino = ?", (made, ino)
+    )
+    return made
+
+
 class Changes(NamedTuple):
     """New values of attributes; None keeps the old one."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.errors import DamagedData
+from fpfs.daemon import catalog_held
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_attributes import drop_privileges
 from fpfs.daemon.catalog_schema import row_crc
@@ -28,6 +29,12 @@ log = logging.getLogger(__name__)
 
 INODES_MAX = 10_000
 """Inodes in one query; SQLite takes 32,766 values at most."""
+
+TABLES_BY_INODE = (
+    "objects", "segments", "inline", "xattrs", "partials", "policies", "groups",
+    "group_members", "inodes",
+)  # fmt: skip
+"""What an inode has rows in, in its column `ino`."""
 
 
 class Content(NamedTuple):
@@ -168,12 +175,21 @@ def delete_inodes(
 ) -> int:
     """Delete inodes that have no name, with all they hold; returns the largest removal or 0.
 
+    Those that a group refers to stay.
+
     Each comes with the objects that the engine still held for it, committed or not.
     """
     removal = 0
     sharing = shares.are_there(transaction)
+    holding = catalog_held.are_there(transaction)
     for ino, held in inodes:
         objects = {ObjectId(*identity) for identity in held}
+        if holding and catalog_held.is_held(transaction, ino):
+            # A crash would bring it back as it was committed; what it has besides goes.
+            unknown = [place for place in objects if shares.owner(transaction, place) is None]
+            gone = [Range(*place, 0, 0) for place in sorted(unknown)]
+            removal = max(removal, record_removals(transaction, gone))
+            continue
         for device, id_, crc in transaction.execute(
             "SELECT device, id, crc FROM objects WHERE ino = ?", (ino,)
         ):
@@ -185,7 +201,7 @@ def delete_inodes(
         places = [Range(*identity, 0, 0) for identity in sorted(objects)]
         if sharing:
             places = shares.give_up_all(transaction, ino, objects)
-        for table in ("objects", "segments", "inline", "xattrs", "partials", "policies", "inodes"):
+        for table in TABLES_BY_INODE:
             transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
         removal = max(removal, record_removals(transaction, places))
     return removal

@@ -32,7 +32,7 @@ from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, VERSIONS_INO, VIEW_BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fpfs.daemon.catalog_worker import Transaction
 
@@ -56,10 +56,14 @@ class NewInode(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The inode that lost a name, and how many names (0: none, also for directories) it has."""
+    """The inode that lost a name, and how many names (0: none, also for directories) it has.
+
+    `freed` are inodes without a name that a group referred to and does not any more.
+    """
 
     ino: int
     nlink: int
+    freed: Sequence[int] = ()
 
 
 class RenameMode(enum.Enum):
@@ -73,7 +77,7 @@ class RenameMode(enum.Enum):
 class Renamed(NamedTuple):
     """The inode moved, and the one replaced or exchanged, if any, and which are directories.
 
-    `unchanged`: both names are of one inode, and POSIX wants nothing done.
+    `unchanged`: both names are of one inode, and POSIX wants nothing done. `freed` as of `Removed`.
     """
 
     moved: int
@@ -82,6 +86,7 @@ class Renamed(NamedTuple):
     exchanged: int | None = None
     other_is_directory: bool = False
     unchanged: bool = False
+    freed: Sequence[int] = ()
 
 
 class Entry(NamedTuple):

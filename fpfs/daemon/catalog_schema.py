@@ -126,6 +126,23 @@ TABLES = (
         cookie INTEGER PRIMARY KEY, parent INTEGER NOT NULL, name BLOB NOT NULL,
         ino INTEGER NOT NULL, type INTEGER NOT NULL, mark INTEGER NOT NULL) STRICT""",
     "CREATE INDEX withheld_by_mark ON withheld (mark)",
+    # Directories that commit as a whole (see `catalog_groups`).
+    """CREATE TABLE groups (
+        ino INTEGER PRIMARY KEY, state INTEGER NOT NULL, settled INTEGER NOT NULL,
+        path BLOB NOT NULL, time_ns INTEGER NOT NULL) STRICT""",
+    # What is in a group as of its last commit point, and what was in its place where that has
+    # changed since (see `catalog_group_changes`).
+    """CREATE TABLE group_members (
+        ino INTEGER NOT NULL, group_ino INTEGER NOT NULL, former INTEGER NOT NULL,
+        PRIMARY KEY (ino, group_ino)) STRICT, WITHOUT ROWID""",
+    "CREATE INDEX group_members_by_group ON group_members (group_ino)",
+    "CREATE INDEX group_formers ON group_members (former) WHERE former > 0",
+    """CREATE TABLE group_names (
+        group_ino INTEGER NOT NULL, parent INTEGER NOT NULL, name BLOB NOT NULL,
+        ino INTEGER NOT NULL, type INTEGER NOT NULL,
+        PRIMARY KEY (parent, name)) STRICT, WITHOUT ROWID""",
+    "CREATE INDEX group_names_by_group ON group_names (group_ino)",
+    "CREATE INDEX group_names_by_ino ON group_names (ino)",
     # What requests of this connection came to, for a server that takes over (see `requests`).
     """CREATE TABLE requests (
         slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL) STRICT""",

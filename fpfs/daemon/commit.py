@@ -41,7 +41,9 @@ import trio
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
-from fpfs.daemon.catalog_contents import Version, list_names, list_orphans, make_one_current
+from fpfs.daemon.catalog_contents import Version, list_names, list_orphans
+from fpfs.daemon.catalog_group_contents import make_one_current
+from fpfs.daemon.catalog_held import list_held
 from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
 
@@ -171,11 +173,18 @@ class Commit:
             keep |= await self._withheld.take_over(mark=mark)
         else:
             await self._withheld.put_back()
+        held = await self._catalog.read(list_held)
+        self._inodes.count -= len(held)
+        keep |= held
         orphans = [ino for ino in await self._catalog.read(list_orphans) if ino not in keep]
         if orphans:
             log.info("deleting %d inodes that were open without a name", len(orphans))
         await self._reclaim.recover(orphans)
         return len(orphans)
+
+    async def put_names_back(self) -> None:
+        """Put back names whose removal was not to survive the power that was lost."""
+        await self._withheld.put_back()
 
     async def run(self) -> None:
         """Run all tasks until cancelled."""

@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 64 * 1024
 assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
 
-OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE)
+OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE, Verb.COMMIT)
 """What others may not ask for: it names files that they may not see, or changes the mount."""
 
-NOT_AFTER_THE_END = (Verb.STATUS, Verb.SCRUB, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE)
+NOT_AFTER_THE_END = (Verb.STATUS, Verb.SCRUB, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE, Verb.COMMIT)
 """What a mount that has ended cannot answer; for the rest all that is asked for has come true."""
 
 
@@ -73,6 +73,9 @@ class Controlled(Protocol):
 
     async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
         """Set and unset for a directory; return what holds there then."""
+
+    async def commit_group(self, ino: int) -> Flushed:
+        """Commit a directory as a whole. OSError when that cannot be."""
 
     async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
         """Return what is kept of the former contents of a name."""
@@ -218,6 +221,8 @@ class ControlServer:
                 return await self._controlled.scrub(request.scrub, ino=request.ino)
             case Verb.POLICY:
                 return await self._controlled.change_policy(request.ino, request.policy)
+            case Verb.COMMIT:
+                return await self._controlled.commit_group(request.ino)
             case Verb.VERSIONS:
                 return await self._controlled.list_versions(request.ino, request.name)
             case Verb.RESTORE:

@@ -26,6 +26,7 @@ from fpfs.core.control import (
 )
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.catalog_aside import Partial, list_partials
+from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.scrub import Scrub
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.groups import Groups
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.launch import ServerConfig
     from fpfs.daemon.namespace import Namespace
@@ -60,6 +62,7 @@ class ControlledServer:
         commit: Commit,
         policies: Policies,
         versions: Versions,
+        groups: Groups,
         link: KeeperLink,
         restarts: int,
     ) -> None:
@@ -72,6 +75,7 @@ class ControlledServer:
         self._commit = commit
         self._policies = policies
         self._versions = versions
+        self._groups = groups
         self._link = link
         self._restarts = restarts
         self._recovery = RecoveryStatus()
@@ -111,6 +115,7 @@ class ControlledServer:
             staging=metrics.staging_status(statistics),
             commit=metrics.commit_status(self._commit.statistics()),
             partials=metrics.partial_status(await self._partials()),
+            uncommitted=metrics.uncommitted_status(await self._uncommitted()),
             catalog=metrics.catalog_status(self._catalog),
             recovery=self._recovery,
             channel=metrics.channel_counters(statistics),
@@ -122,6 +127,14 @@ class ControlledServer:
             return await self._catalog.read(list_partials)
         except OSError as error:
             _log.debug("what killed writers left cannot be told: %s", error)
+            return ()
+
+    async def _uncommitted(self) -> Sequence[Uncommitted]:
+        """Groups that are not committed, told as `_partials` are."""
+        try:
+            return await self._groups.uncommitted()
+        except OSError as error:
+            _log.debug("groups that are not committed cannot be told: %s", error)
             return ()
 
     async def prepare_renewal(self) -> Renewing:
@@ -157,6 +170,12 @@ class ControlledServer:
     async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
         """Set and unset for a directory."""
         return await self._policies.change(ino, change)
+
+    async def commit_group(self, ino: int) -> Flushed:
+        """Commit a directory as a whole, durably. OSError when that cannot be."""
+        self._namespace.catch_up()
+        await self._groups.commit(ino)
+        return Flushed()
 
     async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
         """Return the former contents of a name."""

@@ -15,10 +15,12 @@ from fpfs.core.control import (
     Failure,
     PartialStatus,
     StagingStatus,
+    UncommittedStatus,
 )
 from fpfs.daemon.asides import signal_name
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
+from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
 from fpfs.daemon.devices import DeviceDirectory
 from fpfs.daemon.missing import MissingDevice
@@ -146,6 +148,18 @@ def partial_status(found: Sequence[Partial]) -> tuple[PartialStatus, ...]:
             size=entry.size,
         )
         for entry in found
+    )
+
+
+def uncommitted_status(found: Sequence[Uncommitted]) -> tuple[UncommittedStatus, ...]:
+    """Groups that are not committed. Bytes that are no text are shown as escapes."""
+    return tuple(
+        UncommittedStatus(
+            path=group.path.decode(errors="backslashreplace"),
+            name=group.name.decode(errors="backslashreplace"),
+            time_unix_s=group.time_ns / 1e9,
+        )
+        for group in found
     )
 
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_attributes import InodeRow
     from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.commit import Commit
+    from fpfs.daemon.groups import Groups
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_entries import Caller
     from fpfs.daemon.namespace_files import Opened
@@ -76,6 +77,7 @@ class Namespace:
         policy: Policy,
         requests: Requests,
         versions: Versions,
+        groups: Groups,
         device_paths: Mapping[int, Path],
     ) -> None:
         """Build the parts. `device_paths` are the device directories by number, for statfs."""
@@ -99,6 +101,7 @@ class Namespace:
             files=self.files,
             policy=policy,
             requests=requests,
+            groups=groups,
             space=self._space,
             versions=versions,
         )

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_versions import Changed
     from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.commit import Commit
+    from fpfs.daemon.groups import Groups
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_files import Files, Opened
     from fpfs.daemon.requests import Requests
@@ -67,6 +68,7 @@ class Entries:
         files: Files,
         policy: Policy,
         requests: Requests,
+        groups: Groups,
         space: DeviceSpace,
         versions: Versions,
     ) -> None:
@@ -76,6 +78,7 @@ class Entries:
         self._commit = commit
         self._files = files
         self._requests = requests
+        self._groups = groups
         self._space = space
         self._versions = versions
         self._policy = policy
@@ -180,10 +183,14 @@ class Entries:
                 self._inodes.directories.listed(ino, [])
             return inode
 
-        make = self._requests.recording(
-            caller.request, lambda t: catalog_names.make(t, parent, name, new)
+        make = self._groups.making(
+            parent,
+            name,
+            lambda t: catalog_names.make(t, parent, name, new),
+            is_directory=stat.S_ISDIR(mode),
         )
-        return await self._write(make, apply=made)
+        recording = self._requests.recording(caller.request, make)
+        return await self._write(recording, apply=made)
 
     async def _write(
         self, operation: Callable[[Transaction], Result], *, apply: Callable[[Result], Applied]
@@ -223,10 +230,10 @@ class Entries:
             self._inodes.names_changed(directory, now_ns)
             return inode
 
-        link = self._requests.recording(
-            request, lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns)
+        link = self._groups.making(
+            parent, name, lambda t: catalog_names.link(t, ino, parent, name, now_ns=now_ns)
         )
-        return await self._write(link, apply=linked)
+        return await self._write(self._requests.recording(request, link), apply=linked)
 
     async def unlink(self, parent: int, name: bytes, *, request: int = 0) -> None:
         """Remove a name of anything but a directory.
@@ -280,7 +287,12 @@ class Entries:
                 catalog_withheld.withhold(transaction, parent, name, entry, mark=mark)
 
         recording = self._requests.recording(
-            request, lambda t: remove(t, parent, name, now_ns=now_ns, on_removed=on_removed)
+            request,
+            self._groups.removing(
+                parent,
+                name,
+                lambda t: remove(t, parent, name, now_ns=now_ns, on_removed=on_removed),
+            ),
         )
         try:
             removed = await self._catalog.write_urgently(recording, apply=removed_name)
@@ -358,8 +370,10 @@ class Entries:
                 changed.append(self._versions.of_moved(transaction, source, destination))
             return done
 
-        recording = self._requests.recording(request, rename)
+        renaming = self._groups.renaming(source, destination, rename)
+        recording = self._requests.recording(request, renaming)
         done = await self._write(recording, apply=renamed)
+        await self._groups.let_go(done.freed)
         await self._versions.follow(changed)
         if done.replaced is not None:
             await self._let_go(done.replaced)
@@ -418,6 +432,7 @@ class Entries:
         without room for as much again, that moment would let a write fail right after the removal
         that made room for it: there the answer waits until the space is back.
         """
+        await self._groups.let_go(removed.freed)
         if removed.nlink:
             return
         inode = await self._inodes.get(removed.ino)

@@ -46,6 +46,7 @@ from fpfs.daemon.control import ControlServer
 from fpfs.daemon.controlled import ControlledServer
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.ending import Ending
+from fpfs.daemon.groups import Groups
 from fpfs.daemon.inodes import InodeTable
 from fpfs.daemon.keeper import Inherited, KeeperLink
 from fpfs.daemon.launch import ServerConfig
@@ -125,6 +126,9 @@ class Server:
             versions=self._versions,
             is_whole=policy.is_whole,
         )
+        self._groups = Groups(
+            catalog=catalog, inodes=inodes, policies=self._policies, commit=self._commit
+        )
         self._requests = Requests(catalog)
         self._namespace = Namespace(
             catalog=catalog,
@@ -134,6 +138,7 @@ class Server:
             policy=policy,
             requests=self._requests,
             versions=self._versions,
+            groups=self._groups,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
         self._controlled = ControlledServer(
@@ -145,6 +150,7 @@ class Server:
             commit=self._commit,
             policies=self._policies,
             versions=self._versions,
+            groups=self._groups,
             link=link,
             restarts=inherited.restarts if inherited else 0,
         )
@@ -196,6 +202,7 @@ class Server:
         """Take over what a server that died left, if one did; returns what is left to do of it."""
         await self._policies.load()
         await self._versions.load()
+        await self._groups.load()
         work = TakeOver(
             catalog=self._catalog,
             engine=self._engine,
@@ -203,7 +210,11 @@ class Server:
             namespace=self._namespace,
             commit=self._commit,
             requests=self._requests,
+            groups=self._groups,
         )
+        if not self._took_over:
+            # First, since they may be names in what is taken away then.
+            await self._commit.put_names_back()
         taken = await work.run(with_handles=self._inherited is not None)
         deleted = await self._commit.recover(keep=taken.kept, took_over=self._took_over)
         self._controlled.recovered(
@@ -344,6 +355,8 @@ class Server:
             if self._devices.missing or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
+            with contextlib.suppress(OSError):  # they are taken away then, as after a crash
+                await self._groups.settle()
             await self._catalog.close()
             self._devices.close()
 

@@ -27,14 +27,16 @@ from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import forget_noted, list_noted, remove_unfinished
 from fpfs.daemon.catalog_contents import list_names, list_orphans
+from fpfs.daemon.catalog_held import list_held
 from fpfs.daemon.inodes import LOOKUPS_UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from fpfs.core.engine import Engine, Left, LeftHandle
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
+    from fpfs.daemon.groups import Groups
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace import Namespace
     from fpfs.daemon.requests import Requests
@@ -66,6 +68,7 @@ class TakeOver:
         namespace: Namespace,
         commit: Commit,
         requests: Requests,
+        groups: Groups,
     ) -> None:
         """Keep the parts."""
         self._catalog = catalog
@@ -74,6 +77,7 @@ class TakeOver:
         self._namespace = namespace
         self._commit = commit
         self._requests = requests
+        self._groups = groups
         self._held: list[Inode] = []
 
     async def run(self, *, with_handles: bool) -> Taken:
@@ -89,6 +93,12 @@ class TakeOver:
         abandoned = set() if with_handles else _written_to(left.handles)
         if left.handles_damaged:  # who knows who could write
             abandoned = {inode.ino for inode, _killed_by in changed}
+        if not with_handles:
+            dirty = {inode.ino for inode, _ in changed if self._inodes.refresh(inode)}
+            taken_away = await self._groups.take_away(dirty)
+            # What goes with its group stays in one piece: it is not put aside by itself, too.
+            changed = [(i, 0 if i.ino in taken_away else killed_by) for i, killed_by in changed]
+            abandoned -= taken_away
         adopted = 0
         for handle in left.handles:
             if with_handles and await self._adopt(handle):
@@ -98,13 +108,8 @@ class TakeOver:
         lost |= self._spoil_written(left)
         await self._tell_lost(lost)
         if with_handles:
-            await self._keep_referenced(kept)
-        closed = 0
-        for inode, killed_by in changed:
-            if not inode.writers and self._inodes.refresh(inode):
-                is_abandoned = inode.ino in abandoned
-                self._commit.closed(inode, killed_by=ABANDONED if is_abandoned else killed_by)
-                closed += 1
+            await self._keep_referenced(kept - await self._catalog.read(list_held))
+        closed = self._queue_closed(changed, abandoned=abandoned)
         if not with_handles:
             await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
         for inode in self._held:
@@ -112,6 +117,18 @@ class TakeOver:
         return Taken(
             handles=adopted, changed=len(changed), closed=closed, kept=kept, lost=frozenset(lost)
         )
+
+    def _queue_closed(
+        self, changed: Sequence[tuple[Inode, int]], *, abandoned: Collection[int]
+    ) -> int:
+        """Queue what was closed and is not committed; returns how much that is."""
+        closed = 0
+        for inode, killed_by in changed:
+            if not inode.writers and self._inodes.refresh(inode):
+                is_abandoned = inode.ino in abandoned
+                self._commit.closed(inode, killed_by=ABANDONED if is_abandoned else killed_by)
+                closed += 1
+        return closed
 
     def _spoil_written(self, left: Left) -> set[int]:
         """Let nobody write on where something is missing before; returns the inodes."""

@@ -109,7 +109,7 @@ def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
             connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
             connection.execute("DELETE FROM names WHERE ino = ?", (ino,))
     connection.execute("ALTER TABLE inodes DROP COLUMN kept")
-    for table in ("policies", "former", "withheld"):
+    for table in ("policies", "former", "withheld", "groups", "group_members", "group_names"):
         connection.execute(f"DROP TABLE {table}")
     connection.execute(f"PRAGMA user_version = {version}")
     if version == 3:

@@ -19,6 +19,7 @@ from fpfs.core.engine import EngineConfig
 from fpfs.core.policy import Acknowledge, Policy
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.commit import Commit
+from fpfs.daemon.groups import Groups
 from fpfs.daemon.inodes import Inode, InodeTable
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.namespace_directories import Listed
@@ -72,6 +73,10 @@ class Rig:
             is_whole=policy.is_whole,
             durable_within_s=durable_within_s,
         )
+        self.policies = Policies(self.catalog)
+        self.groups = Groups(
+            catalog=self.catalog, inodes=self.inodes, policies=self.policies, commit=self.commit
+        )
         self.requests = Requests(self.catalog)
         self.namespace = Namespace(
             catalog=self.catalog,
@@ -79,6 +84,7 @@ class Rig:
             inodes=self.inodes,
             commit=self.commit,
             requests=self.requests,
+            groups=self.groups,
             policy=policy,
             versions=self.versions,
             device_paths={0: folder, 1: folder},
@@ -174,7 +180,10 @@ class Rig:
             namespace=self.namespace,
             commit=self.commit,
             requests=self.requests,
+            groups=self.groups,
         )
+        await self.policies.load()
+        await self.groups.load()
         taken = await work.run(with_handles=is_successor)
         await self.commit.recover(keep=taken.kept, took_over=is_successor)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.cli import ctl, main
+from fpfs.cli import ctl, main, show
 from fpfs.testing.mounted import REPOSITORY
 
 
@@ -60,7 +60,7 @@ def test_a_timeout_is_a_number_of_seconds(
 def test_the_longest_timeout_is_one_for_a_socket() -> None:
     """A longer one than the system can count is an OverflowError there."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ctl.TIMEOUT_S_MAX)
+        connection.settimeout(show.TIMEOUT_S_MAX)
 
 
 @pytest.mark.parametrize("verb", ["status", "wait", "flush"])

@@ -1,0 +1,216 @@
+"""Groups in a running server: which changes of names the catalog notes, and what commits them.
+
+Invariants:
+  * Where no directory has commit=group, and there is no group, no operation does more than to look
+    at a flag.
+  * A commit point comes after everything that was closed before it is current.
+
+Concurrency: trio thread only; what `making` and the like return runs in the catalog's worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from fpfs.core.errors import NoSuchEntry
+from fpfs.daemon import catalog_group_changes as changes
+from fpfs.daemon import catalog_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_groups import TakenAway, Uncommitted
+    from fpfs.daemon.catalog_names import Removed, Renamed
+    from fpfs.daemon.catalog_worker import Transaction
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.inodes import InodeTable
+    from fpfs.daemon.policies import Policies
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Groups:
+    """The groups of one mounted filesystem."""
+
+    def __init__(
+        self, *, catalog: Catalog, inodes: InodeTable, policies: Policies, commit: Commit
+    ) -> None:
+        """Know of no group before `load`."""
+        self._catalog = catalog
+        self._inodes = inodes
+        self._policies = policies
+        self._commit = commit
+        self._are_there = False
+
+    async def load(self) -> None:
+        """See whether there are any."""
+        self._are_there = await self._catalog.read(catalog_groups.are_there)
+
+    @property
+    def _are_wanted(self) -> bool:
+        """Whether there may be a group, now or with the next name."""
+        if not self._are_there:
+            self._are_there = self._policies.any_sets("commit")
+        return self._are_there
+
+    # What changes of names do besides.
+
+    def making(
+        self,
+        parent: int,
+        name: bytes,
+        make: Callable[[Transaction], Result],
+        *,
+        is_directory: bool = False,
+    ) -> Callable[[Transaction], Result]:
+        """Return an operation that makes a name, and notes that; a directory may be a group."""
+        if not self._are_wanted:
+            return make
+
+        def making(transaction: Transaction) -> Result:
+            changes.note_name(transaction, parent, name)
+            made = make(transaction)
+            if is_directory:
+                assert isinstance(made, int), "the inode of the directory"
+                policy_of = self._policies.effective
+                catalog_groups.made(transaction, parent, made, policy_of, now_ns=time.time_ns())
+            return made
+
+        return making
+
+    def removing(
+        self, parent: int, name: bytes, remove: Callable[[Transaction], Removed]
+    ) -> Callable[[Transaction], Removed]:
+        """Return an operation that removes a name, and notes that."""
+        if not self._are_wanted:
+            return remove
+
+        def removing(transaction: Transaction) -> Removed:
+            changes.note_name(transaction, parent, name)
+            gone = remove(transaction)
+            # Only directories have anything to free.
+            return (
+                gone
+                if gone.nlink
+                else gone._replace(freed=catalog_groups.removed(transaction, gone.ino))
+            )
+
+        return removing
+
+    def renaming(
+        self,
+        source: tuple[int, bytes],
+        destination: tuple[int, bytes],
+        rename: Callable[[Transaction], Renamed],
+    ) -> Callable[[Transaction], Renamed]:
+        """Return an operation that renames, notes that, and commits what it completes.
+
+        It fails with EIO when a content of such a group could not be kept.
+        """
+        if not self._are_wanted:
+            return rename
+        failed = self._failed()
+
+        def renaming(transaction: Transaction) -> Renamed:
+            changes.note_name(transaction, *source)
+            changes.note_name(transaction, *destination)
+            done = rename(transaction)
+            # Exchanged names have both appeared.
+            appeared = [destination] if done.exchanged is None else [destination, source]
+            committed, freed = catalog_groups.renamed(
+                transaction, appeared, done, self._policies.effective, now_ns=time.time_ns()
+            )
+            if failed:
+                for group in committed:
+                    catalog_groups.refuse_incomplete(transaction, group, failed)
+            return done._replace(freed=freed)
+
+        return renaming
+
+    async def let_go(self, freed: Sequence[int]) -> None:
+        """Let inodes without a name be deleted that a group referred to and does not any more."""
+        for ino in freed:
+            if self._inodes.cached(ino) is None:
+                self._inodes.count += 1  # It was not counted while it was kept.
+            with contextlib.suppress(NoSuchEntry):  # it went meanwhile
+                self._inodes.settle(await self._inodes.get(ino))
+
+    def _failed(self) -> frozenset[int]:
+        """Inodes whose last content could not be kept."""
+        return frozenset(failure.ino for failure in self._commit.statistics().failures)
+
+    # What the tools and the server ask for.
+
+    async def commit(self, ino: int) -> None:
+        """Commit a group, durably, with everything in it that was closed before.
+
+        Raises `InvalidOperation` for what is no group, EIO when a content could not be kept.
+        """
+        await self._commit.wait_queued()
+        failed = self._failed()
+
+        def commit(transaction: Transaction) -> list[int]:
+            freed = catalog_groups.commit_asked_for(
+                transaction, ino, self._policies.effective, now_ns=time.time_ns()
+            )
+            catalog_groups.refuse_incomplete(transaction, ino, failed)
+            return freed
+
+        await self.let_go(await self._catalog.write(commit))
+        await self._catalog.make_durable()
+
+    async def uncommitted(self) -> Sequence[Uncommitted]:
+        """Return groups that are not committed."""
+        if not self._are_there:
+            return ()
+        return await self._catalog.read_many(catalog_groups.list_uncommitted)
+
+    async def take_away(self, changed: Collection[int]) -> frozenset[int]:
+        """Take away what nobody committed before a crash; returns the inodes in what is left of it.
+
+        `changed` are inodes with acknowledged bytes that are about to become current.
+        """
+        if not self._are_there:
+            return frozenset()
+        taken = await self._catalog.write_many(
+            partial(catalog_groups.take_away, changed=changed, now_ns=time.time_ns())
+        )
+        for group in taken:
+            for ino, nlink in group.nlinks.items():
+                inode = self._inodes.cached(ino)
+                if inode is not None:
+                    inode.nlink = nlink
+            _report(group)
+        return frozenset().union(*(group.inos for group in taken))
+
+    async def settle(self) -> None:
+        """Let groups stay as they are at an end in good order."""
+        if self._are_there:
+            await self._catalog.write_urgently(catalog_groups.settle)
+
+
+def _report(group: TakenAway) -> None:
+    """Say in the log what became of a group."""
+    if group.is_rolled_back:
+        what = "was changed and not committed again"
+        if group.name:
+            outcome = f"what was written is .fpfs/uncommitted/{os.fsdecode(group.name)}, and"
+        else:
+            outcome = "nothing of that was durable, and"
+        outcome += " it is as it was"
+    else:
+        what = "was not committed"
+        if group.name:
+            outcome = f"it is .fpfs/uncommitted/{os.fsdecode(group.name)}"
+        else:
+            outcome = "nothing in it was durable, and it is removed"
+    path = os.fsdecode(group.path)
+    log.warning("group %s %s when the last mount ended: %s", path, what, outcome)

@@ -1,0 +1,55 @@
+"""Groups over the memory engine: what a commit point does about contents that could not be kept."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import trio.testing
+
+from fpfs.core.control import PolicyChange
+from fpfs.core.errors import FpfsError
+from fpfs.daemon.catalog_names import RenameMode
+from tests.support.rig import LARGE, ROOT, Rig, rig
+
+
+async def make_group(mount: Rig, name: str) -> int:
+    """Make a group in the root; returns its inode."""
+    await mount.policies.change(ROOT, PolicyChange(values={"commit": "group"}))
+    await mount.make_directory(name)
+    group = await mount.resolve(name)
+    mount.namespace.forget(group.ino, 1)
+    return group.ino
+
+
+@trio.testing.trio_test
+async def test_a_group_with_a_content_that_could_not_be_kept_is_not_committed(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as mount:
+        group = await make_group(mount, "group")
+        await mount.write_file("group/good", bytes(LARGE))
+        await mount.write_file("group/bad", b"")
+        await mount.commit.wait_queued()
+        bad = await mount.resolve("group/bad")
+        mount.engine.fail_drains(bad.ino, errno.EIO)
+        await mount.write_file("group/bad", bytes(LARGE))
+        await mount.write_file("group/tmp", b"marker")
+        rename = mount.namespace.entries.rename
+        with pytest.raises(FpfsError, match="the content of inode .* could not be kept"):
+            await rename((group, b"tmp"), (group, b".metadata"), RenameMode.REPLACE)
+        assert await mount.names("group") == {".", "..", "good", "bad", "tmp"}
+        with pytest.raises(FpfsError, match="could not be kept"):
+            await rename((ROOT, b"group"), (ROOT, b"moved"), RenameMode.REPLACE)
+        with pytest.raises(FpfsError, match="could not be kept"):
+            await mount.groups.commit(group)
+        assert [found.path for found in await mount.groups.uncommitted()] == [b"group"]
+        # Another group is not concerned, nor is this one when the content is there.
+        other = await make_group(mount, "other")
+        await mount.groups.commit(other)
+        mount.engine.fail_drains(bad.ino, 0)
+        await mount.write_file("group/bad", bytes(LARGE))
+        await rename((group, b"tmp"), (group, b".metadata"), RenameMode.REPLACE)
+        assert await mount.groups.uncommitted() == []
+        mount.namespace.forget(bad.ino, 1)
