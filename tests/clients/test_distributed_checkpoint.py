@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
+from tests.clients.programs.distributed_saves import state as saved_state
+from tests.support.crash import crash_and_mount
 from tests.support.processes import run_program
 from tests.support.target import Target
 
@@ -71,3 +81,101 @@ def test_two_processes(directory: Path, plain: Path) -> None:
     for name in ("sync", "async"):
         names = sorted(path.name for path in (directory / name).iterdir())
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+SAVES = Path(__file__).parent / "programs" / "distributed_saves.py"
+SAVES_MAX = 10_000
+ROUNDS = 3
+LOGGED = r"not committed (again )?when the last mount ended|never finished|took over|cut off by"
+
+
+@pytest.fixture
+def own() -> Iterator[Mount]:
+    """A mount to crash, with a folder of groups."""
+    with mounted() as mount:
+        mount.allow_log(LOGGED)
+        (mount.root / "run").mkdir()
+        check_fpfs("policy", "set", mount.root / "run", "commit=group", module="fpfs.cli.ctl")
+        yield mount
+
+
+def save_until_everything_dies(
+    mount: Mount, *words: str, saves: int, after_s: float, is_power_lost: bool
+) -> int:
+    """Let the mount die under a program that saves; returns the last step that it said it saved."""
+    command = [sys.executable, SAVES, mount.root / "run", str(SAVES_MAX), *words]
+    with subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    ) as program:
+        assert program.stdout is not None
+        steps = [int(program.stdout.readline()) for _ in range(saves)]
+        time.sleep(after_s)  # any moment of a save will do
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        mount.tear_down()
+        program.kill()  # its threads may wait for each other by now
+        rest, _ = program.communicate()
+    if is_power_lost:
+        mount.remove_arena()
+    mount.mount()
+    return [*steps, *(int(line) for line in rest.split())][-1]
+
+
+def loaded_step(folder: Path) -> int:
+    """The step of a checkpoint, all of whose tensors are of this step."""
+    found = saved_state(0)
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    expected = saved_state(found["step"])
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    return int(found["step"])
+
+
+@pytest.mark.parametrize("is_power_lost", [False, True])
+def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost: bool) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(ROUNDS):
+        run = own.root / "run"
+        last = save_until_everything_dies(
+            own, saves=2, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
+        )
+        found = {path.name for path in run.iterdir()}
+        # The last save may have been complete, and its end not told.
+        assert found in [{f"step{n}" for n in range(1, end + 1)} for end in (last, last + 1)]
+        assert {loaded_step(path) for path in run.iterdir()} == {int(name[4:]) for name in found}
+        for path in (own.root / ".fpfs/uncommitted").iterdir():
+            assert not (path / ".metadata").exists()
+            shutil.rmtree(path)
+        shutil.rmtree(run)
+        run.mkdir()
+        check_fpfs("policy", "set", run, "commit=group", module="fpfs.cli.ctl")
+
+
+@pytest.mark.parametrize("is_power_lost", [False, True])
+def test_a_checkpoint_that_is_saved_again_is_one_of_both(own: Mount, is_power_lost: bool) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(ROUNDS):
+        last = save_until_everything_dies(
+            own, "latest", saves=2, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
+        )
+        assert loaded_step(own.root / "run/latest") in (last, last + 1)
+
+
+def test_two_processes_save_into_a_group(own: Mount, tmp_path: Path) -> None:
+    def rank(number: int) -> str:
+        arguments = (str(number), "2", tmp_path / "rendezvous", own.root / "run")
+        return run_program(PROGRAM, *arguments, timeout_s=120)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert [line.strip() for line in pool.map(rank, range(2))] == ["same", "same"]
+    assert own.status().uncommitted == ()
+    before = {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()}
+    crash_and_mount(own)
+    assert {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()} == before
