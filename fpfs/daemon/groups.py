@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fpfs.core.errors import NoSuchEntry
 from fpfs.daemon import catalog_group_changes as changes
 from fpfs.daemon import catalog_groups
+from fpfs.daemon.catalog_names import look_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -134,6 +135,18 @@ class Groups:
             return done._replace(freed=freed)
 
         return renaming
+
+    async def wait_removable(self, parent: int, name: bytes) -> None:
+        """Return when a directory may be removed: a group goes after what was closed before."""
+        if not self._are_wanted:
+            return
+
+        def is_group(transaction: Transaction) -> bool:
+            row = look_up(transaction, parent, name)
+            return row is not None and catalog_groups.state_of(transaction, row.ino) is not None
+
+        if await self._catalog.read(is_group):
+            await self._commit.wait_queued()
 
     async def let_go(self, freed: Sequence[int]) -> None:
         """Let inodes without a name be deleted that a group referred to and does not any more."""

@@ -255,6 +255,7 @@ class Entries:
         _check_place(parent, name)
         if self._requests.outcome(request) is not None:
             return
+        await self._groups.wait_removable(parent, name)
         await self._remove(
             parent, name, catalog_names.remove_directory, directory_nlink_change=-1, request=request
         )

@@ -38,6 +38,7 @@ from fpfs.core.engine import (
     SyncWrite,
 )
 from fpfs.core.mounts import mount_at
+from fpfs.core.options import MountOptions
 from fpfs.core.policy import Policy
 from fpfs.daemon import mounting, orphans
 from fpfs.daemon.catalog import Catalog
@@ -98,15 +99,9 @@ class Server:
         `took_over`: there was an arena, with everything that an earlier server had acknowledged.
         """
         self._took_over = took_over
-        options = config.options
         self._link = link
         self._inherited = inherited
-        policy = Policy(
-            devices=devices.numbers,
-            chunk_bytes=options.chunk_bytes,
-            ack=options.ack,
-            whole=options.whole,
-        )
+        policy = placement(config.options, devices)
         self._config = config
         self._devices = devices
         self._catalog = catalog
@@ -359,6 +354,16 @@ class Server:
                 await self._groups.settle()
             await self._catalog.close()
             self._devices.close()
+
+
+def placement(options: MountOptions, devices: DeviceSet) -> Policy:
+    """How a mount places contents and answers for them."""
+    return Policy(
+        devices=devices.numbers,
+        chunk_bytes=options.chunk_bytes,
+        ack=options.ack,
+        whole=options.whole,
+    )
 
 
 async def serve(

@@ -117,6 +117,8 @@ class MountedImage:
 EXPECTED = re.compile(
     # The cut fell between the two copies' making. One that is there must be sound.
     r"was made anew from \S+: it is missing$"
+    # What was being saved as a whole is not whole.
+    r"|group \S+ was (not committed|changed and not committed again) when the last mount ended: "
     # What was being written is no checkpoint.
     r"|was made and never finished when the last mount ended: it is removed$"
     r"|was removed after something was saved that the loss of power took: it is back$"

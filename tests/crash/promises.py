@@ -14,8 +14,12 @@ Not every pair is allowed:
   * A version is there only with all changes of names that were answered before it ended.
   * A rename is there only with all versions that had ended before it. So nobody finds a name that
     was moved into place without what was saved before that.
-  * So is a removal, but what came after it may be there without it: what was removed is back then,
-    unless something else that is not empty has its name, or it had no content.
+  * So is the removal of a group. Any other removal is so, too, but what came after it may be there
+    without it: what was removed is back then, unless something else that is not empty has its name,
+    or it had no content.
+
+A group is an exception: of one that was made and not committed by the rename of its marker nothing
+is there, and one that was committed is as it was at its last commit point, whatever came later.
 
 Concurrency: none; plain values.
 """
@@ -30,7 +34,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from tests.crash.recording import Event, Kind
-from tests.crash.workload import Word, digest_of
+from tests.crash.workload import MARKER, Word, digest_of
 
 Digests: TypeAlias = dict[int, str]
 """What the content of each file is known by."""
@@ -58,6 +62,8 @@ class Entry(NamedTuple):
     file: int = 0
     mode: int = 0
     may_be_gone: bool = False
+    digest: str = ""
+    """Of the content that a file in a group had when that was committed last."""
 
 
 class Found(NamedTuple):
@@ -79,11 +85,15 @@ class History:
         self._names_before = [_returned(self.names, call.begin) for call in self.versions]
         """For each version: changes of names that were answered before it ended."""
         self._versions_before = [
-            _returned(self.versions, call.begin) if call.word.name == "rename" else 0
+            _returned(self.versions, call.begin)
+            if call.word.name == "rename" or (call.word.name == "rmdir" and call.word.group)
+            else 0
             for call in self.names
         ]
         self._others_before = [
-            self._others_returned(call) if call.word.name in ("remove", "rmdir") else 0
+            self._others_returned(call)
+            if call.word.name in ("remove", "rmdir") and not call.word.group
+            else 0
             for call in self.names
         ]
 
@@ -161,15 +171,20 @@ def _begin(call: Call) -> int:
 
 
 def names_after(
-    calls: Sequence[Call], *, withheld: frozenset[int] = frozenset(), digests: Digests | None = None
+    calls: Sequence[Call],
+    *,
+    withheld: frozenset[int] = frozenset(),
+    digests: Digests | None = None,
+    versions: Sequence[Call] | None = None,
 ) -> dict[str, Entry]:
     """What the changes of names make of an empty mount.
 
     Entries whose removal is `withheld` (by number) are back at the end; `digests` says which files
-    have a content.
+    have a content. With all `versions` of the program, groups are as a crash leaves them.
     """
     tree: dict[str, Entry] = {}
     gone: list[tuple[str, Entry]] = []
+    groups: dict[str, dict[str, Entry]] = {}
     for number, call in enumerate(calls):
         word = call.word
         match word.name:
@@ -177,10 +192,15 @@ def names_after(
                 tree[word.path] = Entry("file", word.file, _CREATED_MODE)
             case "mkdir":
                 tree[word.path] = Entry("folder")
+                if word.group:
+                    groups[word.path] = {}
             case "symlink":
                 tree[word.path] = Entry("symlink")
             case "rename":
                 _rename(tree, word.path, word.other)
+                group, _, name = word.other.rpartition("/")
+                if group in groups and name == MARKER:
+                    groups[group] = _committed(_subtree(tree, group), versions or (), call.begin)
             case "link":
                 tree[word.other] = tree[word.path]
             case "chmod":
@@ -195,17 +215,36 @@ def names_after(
             case "remove" | "rmdir":
                 entry = tree.pop(word.path)
                 gone += [(word.path, entry)] if number in withheld else []
+                groups.pop(word.path, None)
             case other:
                 raise AssertionError(f"no program changes names by {other}")
     for path, entry in gone:
         present = tree.get(path)
         if present is None or _is_empty(present, digests or {}):
             tree[path] = entry._replace(may_be_gone=_is_empty(entry, digests or {}))
+    for group, committed in groups.items() if versions is not None else ():
+        for path in _subtree(tree, group):
+            del tree[path]
+        tree.update(committed)
     return tree
 
 
 def _is_empty(entry: Entry, digests: Digests) -> bool:
     return entry.kind == "file" and digests.get(entry.file, EMPTY) == EMPTY
+
+
+def _subtree(tree: dict[str, Entry], path: str) -> dict[str, Entry]:
+    """An entry, and what is in it."""
+    return {p: entry for p, entry in tree.items() if p == path or p.startswith(f"{path}/")}
+
+
+def _committed(tree: dict[str, Entry], versions: Sequence[Call], event: int) -> dict[str, Entry]:
+    """Entries with the contents that they have at a commit point."""
+    digests = {call.word.file: call.word.digest for call in versions if call.end < event}
+    return {
+        path: entry._replace(digest=digests.get(entry.file, EMPTY) if entry.file else "")
+        for path, entry in tree.items()
+    }
 
 
 def _rename(tree: dict[str, Entry], path: str, other: str) -> None:
@@ -243,7 +282,9 @@ def broken_promise(history: History, cut: int, found: dict[str, Found]) -> str:
         withheld = history.withheld(names, versions)
         shape = None if withheld else shapes.get((names, withheld))
         if shape is None:
-            shape = names_after(history.names[:names], withheld=withheld, digests=digests)
+            shape = names_after(
+                history.names[:names], withheld=withheld, digests=digests, versions=history.versions
+            )
             shapes[names, withheld] = shape
         wrong = _differences(shape, digests, found)
         if not wrong:
@@ -292,6 +333,7 @@ def _differences(
         if path not in found:
             continue
         digest = digests.get(entry.file, EMPTY) if entry.kind == "file" else ""
+        digest = entry.digest or digest
         if found[path] != Found(entry.kind, entry.mode, digest):
             wrong.append(f"{path} is {found[path]} instead of {entry} {digest}")
     return wrong

@@ -28,12 +28,21 @@ from typing import Any
 
 import msgspec
 
-from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.control import (
+    ControlClient,
+    Flushed,
+    PolicyChange,
+    PolicyShown,
+    Request,
+    Verb,
+    find_fpfs,
+)
 from fpfs.core.refusal import Refused
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)
 NAMES = 6
 CHECKPOINTS_KEPT = 1
+MARKER = ".metadata"
 SERVERS_MAX = 3
 """Servers that may be killed while one question waits for its answer."""
 
@@ -54,6 +63,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     file: int = 0
     """The workload's own number of a file: of one that is created, or whose version ends."""
     mode: int = 0
+    group: bool = False
+    """Whether the directory that is made, or removed, commits as a whole."""
     ends_version: bool = False
     digest: str = ""
     """Of the content of the version that ends; may be told when the call has returned."""
@@ -107,9 +118,15 @@ class Workload:
         self.files: dict[str, int] = {}
         self.contents: dict[int, bytes] = {}
         self.checkpoints: list[str] = []
+        self.group = ""
         self._numbers = count(1)
         with recorder.call(name="mkdir", path=self.folder):
             (root / self.folder).mkdir()
+        self.groups = self._path("groups")
+        with recorder.call(name="mkdir", path=self.groups):
+            (root / self.groups).mkdir()
+        with recorder.call(durable=True):
+            self._set_policy(self.groups, {"commit": "group"})
 
     def _path(self, name: str) -> str:
         return f"{self.folder}/{name}"
@@ -327,6 +344,44 @@ class Workload:
         with self.recorder.call(name="rmdir", path=target):
             (self.root / target).rmdir()
 
+    def save_group(self) -> None:
+        """Save shards and a marker into a directory, a new one or the last one again."""
+        if self.group and self.random.random() < 0.3:
+            self._remove_group()
+        if not self.group:
+            self.group = f"{self.groups}/step{next(self._numbers)}"
+            with self.recorder.call(name="mkdir", path=self.group, group=True):
+                (self.root / self.group).mkdir()
+        for number in range(self.random.randint(1, 3)):
+            self.write(f"{self.group}/shard{number}", self._content())
+        marker = f"{self.group}/{MARKER}"
+        self.write(f"{marker}.tmp", self._content())
+        if marker in self.files and self.random.random() < 0.5:
+            self.remove(marker)
+        self.rename(f"{marker}.tmp", marker)
+
+    def _remove_group(self) -> None:
+        for path in sorted(path for path in self.files if path.startswith(f"{self.group}/")):
+            self.remove(path)
+        with self.recorder.call(name="rmdir", path=self.group, group=True):
+            (self.root / self.group).rmdir()
+        self.group = ""
+
+    def _set_policy(self, path: str, values: dict[str, str]) -> None:
+        request = Request(
+            verb=Verb.POLICY,
+            ino=(self.root / path).stat().st_ino,
+            policy=PolicyChange(values=values),
+        )
+        for last in (*[False] * SERVERS_MAX, True):
+            try:
+                with ControlClient(find_fpfs(str(self.root), asked=path), asked=path) as client:
+                    client.ask_with(request, PolicyShown)
+                return
+            except Refused:
+                if last:
+                    raise
+
     def remove_any(self) -> None:
         """Remove a file."""
         path = self._existing()
@@ -404,7 +459,8 @@ class Workload:
         """Do so many random things."""
         everything: list[Callable[[], None]] = [
             *[self.save] * 3, *[self.save_twice] * 2, *[self.save_and_rename] * 3,
-            *[self.torch_save] * 2, *[self.change] * 2, *[self.append] * 2, self.sync_any,
+            *[self.torch_save] * 2, *[self.save_group] * 3, *[self.change] * 2,
+            *[self.append] * 2, self.sync_any,
             self.truncate, self.write_synchronously, self.rename_any, self.remove_any,
             self.link, self.folders, self.folder_into_place, self.chmod, self.sync_folder,
             self.wait, self.rest,
