@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
 from tests.crash.disk import Disk, Names, write_image
 from tests.crash.disk_file import Style, Tally
 from tests.crash.image import MountedImage, MountRefused, Violation, check_at_rest, check_log
-from tests.crash.kill import kill_server
+from tests.crash.kill import signal_server
 from tests.crash.promises import (
     Found,
     History,
@@ -153,7 +154,8 @@ def record(folder: Path, *, programs: int, seed: int, steps: int, kills: int = 0
             mount.allow_log(r"fpfs.keeper: server \d+ died \(signal 9\): starting another")
         for _ in range(kills):
             time.sleep(KILL_AFTER_S)  # any moment will do
-            kill_server(mount, again_after_s=None)
+            signal_server(mount, signal.SIGKILL)
+            os.listdir(mount.root)  # the next server answers
         for program in started:
             said, _ = program.communicate()
             assert program.returncode == 0, f"a program failed (seed {seed}):\n{said}"
