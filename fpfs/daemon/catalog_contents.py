@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SEGMENTS_MAX = 1 << 32
+"""Segments that a file can have: more than the largest size needs."""
+
 INODES_MAX = 10_000
 """Inodes in one query; SQLite takes 32,766 values at most."""
 
@@ -82,7 +85,7 @@ def fetch_content(transaction: Transaction, ino: int) -> Content:
         "SELECT segment, blob, crc FROM segments WHERE ino = ? ORDER BY segment", (ino,)
     ).fetchall()
     for index, blob, crc in rows:
-        if row_crc(ino, index, content=blob) != crc:
+        if not 0 <= index < SEGMENTS_MAX or row_crc(ino, index, content=blob) != crc:
             raise DamagedData(f"layout segment {index} of inode {ino} fails its checksum")
         segments.append((index, blob))
     return Content(None, segments)

@@ -77,8 +77,8 @@ def _removed(path: Path) -> str:
     """What is wrong with a copy whose file somebody removed while it is in use."""
     try:
         return "" if path.exists() else "it was removed; the next mount makes it anew"
-    except OSError as error:
-        return f"it cannot be looked at: {error.strerror}"
+    except OSError:
+        return ""  # its device has failed, which is told of as such
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_attributes import copy_inode
-from fpfs.daemon.catalog_group_contents import UNCHANGED, mark_changed, split_off
+from fpfs.daemon.catalog_group_contents import UNCHANGED, mark_changed
 from fpfs.daemon.catalog_held import is_held
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, path_of, touch_directory
 from fpfs.daemon.catalog_schema import UNCOMMITTED_INO
+from fpfs.daemon.catalog_split import split_off
 from fpfs.daemon.catalog_trees import Entry, has_content, parent_of, remove_below, walk
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class _RollBack:
         formers = {ino: former for ino, former, _mode in rows if former > 0}
         for ino, former, mode in rows:
             if former == UNCHANGED and ino in self._changed and stat.S_ISREG(mode):
-                formers[ino] = split_off(self._transaction, ino)
+                formers[ino] = split_off(self._transaction, ino, nlink=0)
         return formers
 
     def run(self) -> RolledBack:

@@ -16,10 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fpfs.daemon import catalog_contents
-from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog_attributes import copy_inode
 from fpfs.daemon.catalog_held import are_there
-from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.catalog_split import split_off
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +53,9 @@ def keep_former(transaction: Transaction, ino: int) -> None:
         "SELECT group_ino FROM group_members WHERE ino = ? AND former = ?", (ino, UNCHANGED)
     ).fetchall()
     for (group,) in rows:
-        former = NOT_THERE if _is_unfinished(transaction, ino) else split_off(transaction, ino)
+        former = (
+            NOT_THERE if _is_unfinished(transaction, ino) else split_off(transaction, ino, nlink=0)
+        )
         if former == NOT_THERE:
             _note_absence(transaction, group, ino)
         transaction.execute(
@@ -63,21 +63,6 @@ def keep_former(transaction: Transaction, ino: int) -> None:
             (former, ino, group),
         )
         mark_changed(transaction, group)
-
-
-def split_off(transaction: Transaction, ino: int) -> int:
-    """Make an inode without a name that has the committed content of another; returns it."""
-    content = catalog_contents.fetch_content(transaction, ino)
-    former = copy_inode(transaction, ino, nlink=0)
-    if content.inline is not None:
-        transaction.execute(
-            "INSERT INTO inline VALUES (?, ?, ?)",
-            (former, content.inline, row_crc(former, content=content.inline)),
-        )
-    for index, blob in content.segments:
-        catalog_contents.store_segment(transaction, former, index, blob)
-    shares.share(transaction, former)
-    return former
 
 
 def mark_changed(transaction: Transaction, group: int) -> None:

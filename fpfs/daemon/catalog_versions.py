@@ -19,11 +19,10 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.errors import InvalidOperation, NoSuchEntry
-from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_attributes import INODE_COLUMNS, InodeRow, fetch_inode
-from fpfs.daemon.catalog_contents import fetch_content, store_segment
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, Entry, touch_directory
-from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, VERSIONS_INO, VIEW_BASE, row_crc
+from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, VERSIONS_INO, VIEW_BASE
+from fpfs.daemon.catalog_split import split_off
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_worker import Transaction
 
 REGULAR_TYPE = stat.S_IFREG >> 12
-
-_COPIED = (
-    "mode, uid, gid, size, allocated_bytes, atime_ns, mtime_ns, ctime_ns, rdev, parent, target,"
-    " layout"
-)
 
 
 class Former(NamedTuple):
@@ -100,7 +94,8 @@ def keep(
     (size,) = transaction.execute("SELECT size FROM inodes WHERE ino = ?", (ino,)).fetchone()
     if size == 0:
         return NOTHING
-    made = _copy(transaction, ino, kept=True)
+    made = split_off(transaction, ino, nlink=1)
+    transaction.execute("UPDATE inodes SET kept = 1 WHERE ino = ?", (made,))
     (last,) = transaction.execute(
         "SELECT coalesce(max(number), 0) FROM former WHERE parent = ? AND name = ?", (parent, name)
     ).fetchone()
@@ -108,29 +103,6 @@ def keep(
         "INSERT INTO former VALUES (?, ?, ?, ?, ?)", (made, parent, name, last + 1, now_ns)
     )
     return Changed(1, prune(transaction, parent, name, count=count).gone)
-
-
-def _copy(transaction: Transaction, ino: int, *, kept: bool) -> int:
-    """Make an inode with the committed content and the attributes of another; returns it."""
-    content = fetch_content(transaction, ino)
-    made = transaction.take_number()
-    transaction.execute(
-        f"INSERT INTO inodes (ino, nlink, kept, {_COPIED})"
-        f" SELECT ?, 1, ?, {_COPIED} FROM inodes WHERE ino = ?",
-        (made, kept, ino),
-    )
-    transaction.execute(
-        "INSERT INTO xattrs SELECT ?, name, value FROM xattrs WHERE ino = ?", (made, ino)
-    )
-    if content.inline:
-        transaction.execute(
-            "INSERT INTO inline VALUES (?, ?, ?)",
-            (made, content.inline, row_crc(made, content=content.inline)),
-        )
-    for index, blob in content.segments:
-        store_segment(transaction, made, index, blob)
-    shares.share(transaction, made)
-    return made
 
 
 def prune(transaction: Transaction, parent: int, name: bytes, *, count: int) -> Changed:
@@ -239,7 +211,7 @@ def restore(
     cookie, present, mode = row
     if not stat.S_ISREG(mode):
         raise InvalidOperation(f"inode {present} is not a regular file")
-    made = _copy(transaction, former, kept=False)
+    made = split_off(transaction, former, nlink=1)
     changed = keep(transaction, present, parent, name, count=count, now_ns=now_ns)
     transaction.execute("UPDATE names SET ino = ? WHERE cookie = ?", (made, cookie))
     (nlink,) = transaction.execute(

@@ -151,10 +151,11 @@ class Groups:
     async def let_go(self, freed: Sequence[int]) -> None:
         """Let inodes without a name be deleted that a group referred to and does not any more."""
         for ino in freed:
-            if self._inodes.cached(ino) is None:
-                self._inodes.count += 1  # It was not counted while it was kept.
+            was_kept = self._inodes.cached(ino) is None
             with contextlib.suppress(NoSuchEntry):  # it went meanwhile
-                self._inodes.settle(await self._inodes.get(ino))
+                inode = await self._inodes.get(ino)
+                self._inodes.count += was_kept  # It was not counted while it was kept.
+                self._inodes.settle(inode)
 
     def _failed(self) -> frozenset[int]:
         """Inodes whose last content could not be kept."""

@@ -23,7 +23,7 @@ import msgspec
 import trio
 
 from fpfs.core.engine import KnownDirectories, Layout
-from fpfs.core.errors import ReadOnly
+from fpfs.core.errors import DamagedData, ReadOnly
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog_contents import Content, fetch_content
 from fpfs.daemon.catalog_schema import ROOT_INO, VIEW_BASE
@@ -342,6 +342,8 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def decode_layout(stored: bytes | None) -> Layout:
-    """Return the layout of a stored regular file."""
-    assert stored is not None, "every regular file is made with a layout"
-    return _layout_decoder.decode(stored)
+    """Return the layout of a stored regular file; `DamagedData` when it is none."""
+    try:
+        return _layout_decoder.decode(stored or b"")
+    except msgspec.MsgspecError as error:
+        raise DamagedData(f"the layout of a file cannot be read: {error}") from error

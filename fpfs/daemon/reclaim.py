@@ -142,9 +142,14 @@ class Reclaim:
             if inode.is_regular and self._engine.loaded(inode.ino):
                 held = await self._engine.drop(inode.ino)
             deletions.append((inode.ino, held))
-        removal = await self._catalog.write_many(lambda t: delete_inodes(t, deletions))
-        for inode in batch:
-            self._inodes.removed(inode)
+
+        def gone(removal: int) -> int:
+            # In the catalog's order: one that a group kept may be let go right behind this.
+            for inode in batch:
+                self._inodes.removed(inode)
+            return removal
+
+        removal = await self._catalog.write_many(lambda t: delete_inodes(t, deletions), apply=gone)
         self.removals_recorded(removal)
 
     async def run_removals(self) -> None:

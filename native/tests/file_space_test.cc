@@ -132,8 +132,10 @@ TEST_CASE("a part of a block whose rest cannot be read is lost, and nobody is to
   EngineFixture fixture({1, kChunkBytes, 16});
   REQUIRE(fixture.write(*fixture.load(1), 0, random_bytes(kChunkBytes, 7)) == 0);
   REQUIRE(fixture.commit(*fixture.engine().file(1), true) == 0);
+  const auto written = objects_of(fixture);
   fixture.reopen();
-  for (const auto& object : objects_of(fixture)) std::filesystem::remove(object);
+  // Not those that it has made ahead of need: without them the device would count as lost.
+  for (const auto& object : written) std::filesystem::remove(object);
   const auto file = fixture.load(1);
   REQUIRE(fixture.engine().open_handle(1, 1, O_RDWR).ok());
   REQUIRE(fixture.write(*file, 100, "new") == 0);

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from fpfs.core.fsck import CheckReport, Kind
 from fpfs.daemon.catalog_schema import row_crc
 from fpfs.daemon.offline.fsck import Wishes, check_devices
-from fpfs.testing.mounted import Mount, mounted, run_fpfs
+from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import random_bytes
 from tests.support.crash import close_dead, crash
 from tests.support.damage import blocks_of, flip
@@ -405,3 +406,84 @@ def test_refusals(tmp_path: Path) -> None:
         done = fsck(mount.devices[1])
         assert done.returncode == 8
         assert "device 0" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def aside_set() -> Iterator[DeviceSet]:
+    """A filesystem with former contents, a partial, and groups in all states."""
+    with mounted(devices=2) as mount:
+        mount.expect_log("the writer of model.pt was cut off by SIGKILL")
+        root = mount.root
+        check_fpfs("policy", "set", root, "versions=3", module="fpfs.cli.ctl")
+        for seed in range(4):
+            (root / "model.pt").write_bytes(random_bytes(700_000, seed=seed))
+            mount.flush()
+        with (root / "model.pt").open("r+b") as file:
+            file.seek(300_000)
+            file.write(b"a rewrite in place")
+        mount.flush()
+        writer = "import os, signal; f = open('model.pt', 'r+b', 0); f.write(b'x' * 200_000);"
+        writer += "os.kill(os.getpid(), signal.SIGKILL)"
+        subprocess.run([sys.executable, "-c", writer], cwd=root, check=False)
+        mount.flush()
+        (root / "runs").mkdir()
+        check_fpfs("policy", "set", root / "runs", "commit=group", module="fpfs.cli.ctl")
+        for name in ("done", "again", "open"):
+            group = root / "runs" / name
+            group.mkdir()
+            (group / "shard").write_bytes(random_bytes(300_000, seed=9))
+            if name != "open":
+                (group / ".metadata.tmp").write_bytes(b"all")
+                (group / ".metadata.tmp").rename(group / ".metadata")
+        (root / "runs" / "again" / "shard").write_bytes(random_bytes(300_000, seed=10))
+        (root / "runs" / "again" / ".metadata").unlink()
+        mount.unmount()
+        yield DeviceSet(mount.folder, mount.devices)
+
+
+@pytest.fixture
+def aside(aside_set: DeviceSet) -> DeviceSet:
+    aside_set.restore()
+    return aside_set
+
+
+def test_what_is_kept_beside_the_files_is_sound(aside: DeviceSet) -> None:
+    for table in ("former", "partials", "groups", "group_members", "shares"):
+        assert aside.query(f"SELECT count(*) FROM {table}") != [(0,)], table
+    report = check(aside, data=True)
+    assert (report.findings, report.exit_status) == ((), 0)
+
+
+def lose_a_former_content_s_directory(devices: DeviceSet) -> None:
+    devices.change("UPDATE former SET parent = 77777 WHERE number = 2")
+
+
+def let_a_former_content_change(devices: DeviceSet) -> None:
+    devices.change("UPDATE inodes SET kept = 0 WHERE kept = 1")
+
+
+def lose_a_former_content_s_row(devices: DeviceSet) -> None:
+    devices.change("DELETE FROM former WHERE number = 2")
+
+
+def leave_a_policy(devices: DeviceSet) -> None:
+    devices.change("INSERT INTO policies VALUES (77777, 'versions', '3')")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_a_former_content_s_directory,
+        let_a_former_content_change,
+        lose_a_former_content_s_row,
+        leave_a_policy,
+    ],
+)
+def test_what_is_kept_beside_the_files_is_repaired(
+    aside: DeviceSet, damage: Callable[[DeviceSet], None]
+) -> None:
+    damage(aside)
+    assert check(aside).exit_status == 4
+    assert check(aside, repair=True).exit_status == 1
+    again = check(aside, data=True)
+    assert (again.findings, again.exit_status) == ((), 0)

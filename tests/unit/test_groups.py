@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
+import trio
 import trio.testing
 
 from fpfs.core.control import PolicyChange
 from fpfs.core.errors import FpfsError
+from fpfs.daemon.catalog_contents import list_orphans
 from fpfs.daemon.catalog_names import RenameMode
+from fpfs.daemon.reclaim import GATHER_S
+from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, Rig, rig
+
+TURNS = 24
+"""Of these half have the deletion and what lets it go in one transaction, in any order."""
 
 
 async def make_group(mount: Rig, name: str) -> int:
@@ -53,3 +61,33 @@ async def test_a_group_with_a_content_that_could_not_be_kept_is_not_committed(
         await rename((group, b"tmp"), (group, b".metadata"), RenameMode.REPLACE)
         assert await mount.groups.uncommitted() == []
         mount.namespace.forget(bad.ino, 1)
+
+
+@trio.testing.trio_test
+async def test_what_a_group_kept_is_deleted_whenever_that_is_let_go(tmp_path: Path) -> None:
+    """Before, after, and in one transaction with the deletion that was held up by the group."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        group = await make_group(mount, "group")
+        await mount.groups.commit(group)
+        before = mount.inodes.count
+        for turn in range(TURNS):
+            await mount.write_file("group/file", bytes(LARGE))
+            await mount.groups.commit(group)
+            if turn % 4 == 0:
+                await mount.namespace.entries.unlink(group, b"file")
+                await mount.groups.commit(group)
+                continue
+            rest = threading.Event()
+            async with trio.open_nursery() as nursery:
+                await mount.namespace.entries.unlink(group, b"file")
+                if turn % 4 > 1:
+                    nursery.start_soon(mount.catalog.read_many, lambda _t, rest=rest: rest.wait())
+                await trio.testing.wait_all_tasks_blocked(2 * GATHER_S)
+                nursery.start_soon(mount.groups.commit, group)
+                await trio.testing.wait_all_tasks_blocked(GATHER_S)
+                rest.set()
+        await mount.commit.flush_all()
+        assert mount.inodes.count == before
+        assert await mount.catalog.read(list_orphans) == []
+        assert devices.objects == {}
