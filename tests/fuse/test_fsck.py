@@ -451,7 +451,7 @@ def test_what_is_kept_beside_the_files_is_sound(aside: DeviceSet) -> None:
     for table in ("former", "partials", "groups", "group_members", "shares"):
         assert aside.query(f"SELECT count(*) FROM {table}") != [(0,)], table
     report = check(aside, data=True)
-    assert (report.findings, report.exit_status) == ((), 0)
+    assert (report.findings, report.notes, report.exit_status) == ((), (), 0)
 
 
 def lose_a_former_content_s_directory(devices: DeviceSet) -> None:

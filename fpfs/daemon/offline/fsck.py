@@ -275,7 +275,9 @@ def _notes(
         yield "it was not ended cleanly: the next mount removes what was never finished"
     (waiting,) = connection.execute(
         "SELECT count(*) FROM inodes i WHERE nlink = 0 AND NOT EXISTS"
-        " (SELECT 1 FROM names n WHERE n.ino = i.ino)"
+        " (SELECT 1 FROM names n WHERE n.ino = i.ino) AND NOT EXISTS"
+        " (SELECT 1 FROM group_members m WHERE m.former = i.ino) AND NOT EXISTS"
+        " (SELECT 1 FROM group_members m WHERE m.ino = i.ino)"
     ).fetchone()
     if waiting:
         yield f"{waiting} files without a name, which were open: the next mount deletes them"
