@@ -513,9 +513,11 @@ class Commit:
                 if version.replaces_whole:
                     changed.extend(self._versions.of_version(transaction, version.ino))
                 removal = max(removal, make_one_current(transaction, version))
+            self._withheld.let_go(transaction, batch[-1].number)
             return removal
 
         removal = await self._catalog.write_many(store)
+        self._withheld.was_let_go(batch[-1].number)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         for entry, version in zip(batch, versions, strict=True):

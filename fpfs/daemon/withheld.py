@@ -16,6 +16,7 @@ from fpfs.daemon import catalog_withheld
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.inodes import Inode, InodeTable
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Withheld:
         self._held: list[tuple[int, Inode]] = []
         self._passed = 0
         """The last version that is current or given up."""
+        self._let_go = 0
+        """The last version whose own transaction let go what waited for it."""
 
     async def hold(self, inode: Inode, *, mark: int) -> None:
         """Keep an inode whose name was removed until version `mark` is current or given up."""
@@ -38,27 +41,38 @@ class Withheld:
         inode.withheld += 1
         self._held.append((mark, inode))
         if mark <= self._passed:  # it became current while the name was being removed
+            self._let_go = 0
             await self.pass_by(self._passed)
 
-    def is_held(self, inode: Inode) -> bool:
-        """Whether an inode waits."""
-        return inode.withheld > 0
+    def let_go(self, transaction: Transaction, mark: int) -> None:
+        """Forget, with the transaction that makes a version current, what waited for it."""
+        if self._held:
+            catalog_withheld.let_go(transaction, mark)
+
+    def was_let_go(self, mark: int) -> None:
+        """Note that this transaction was answered."""
+        self._let_go = mark
 
     async def pass_by(self, mark: int) -> None:
-        """Let go what waited for versions up to `mark`."""
+        """Let go what waited for versions up to `mark`, which are current or given up."""
         self._passed = max(self._passed, mark)
         freed = [inode for number, inode in self._held if number <= mark]
         if not freed:
             return
+        needs_transaction = any(self._let_go < number <= mark for number, _inode in self._held)
         self._held = [each for each in self._held if each[0] > mark]
+        if needs_transaction:
+            await self._forget_rows(mark)
+        for inode in freed:
+            inode.withheld -= 1
+            self._inodes.release(inode)
+
+    async def _forget_rows(self, mark: int) -> None:
         try:
             await self._catalog.write_urgently(partial(catalog_withheld.let_go, mark=mark))
         except OSError as error:
             # Power loss would bring names back that are not looked for any more: no harm.
             log.error("names that were removed may come back after power loss: %s", error)
-        for inode in freed:
-            inode.withheld -= 1
-            self._inodes.release(inode)
 
     async def take_over(self, *, mark: int) -> frozenset[int]:
         """Go on for a server that died; returns the inodes that wait for version `mark` now.

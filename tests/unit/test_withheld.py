@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
+from fpfs.daemon.catalog_worker import Transaction
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -190,3 +192,37 @@ async def test_a_server_that_takes_over_keeps_waiting(tmp_path: Path) -> None:
         assert await rows(mount) == 0
     async with rig(tmp_path, devices=devices) as mount:
         assert "old" not in await mount.names("")
+
+
+@trio.testing.trio_test
+async def test_a_removal_is_final_in_the_transaction_of_what_it_waited_for(tmp_path: Path) -> None:
+    """Otherwise a later version could be there after power loss, and the removal not."""
+    async with rig(tmp_path) as mount:
+        await saved(mount, "old")
+        mount.engine.hold_drains()
+        await mount.write_file("new", b"n" * (LARGE + 1))
+        await unlink(mount, "old")
+        await mount.write_file("later", b"l" * (LARGE + 1))
+        seen = []
+
+        def look(transaction: Transaction) -> None:
+            names = transaction.execute("SELECT count(*) FROM withheld").fetchone()
+            sizes = transaction.execute(
+                "SELECT count(*) FROM inodes WHERE size = ?", (LARGE + 1,)
+            ).fetchone()
+            seen.append((*sizes, *names))
+
+        count_transactions = mount.catalog.write_many
+
+        async def watched(operation: Any, **keywords: Any) -> Any:
+            def both(transaction: Transaction) -> Any:
+                result = operation(transaction)
+                look(transaction)
+                return result
+
+            return await count_transactions(both, **keywords)
+
+        mount.catalog.write_many = watched  # type: ignore[method-assign]
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert seen[0] == (2, 0), "both became current together, and with them the removal"
