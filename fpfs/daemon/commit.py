@@ -308,9 +308,16 @@ class Commit:
             return 0
         return last.number
 
-    async def name_removed(self, inode: Inode, *, mark: int) -> None:
-        """Keep an inode whose name was removed until version `mark` is current or given up."""
-        await self._withheld.hold(inode, mark=mark)
+    def name_removed(self, inode: Inode, *, mark: int) -> None:
+        """Keep an inode whose name was removed until version `mark` is current or given up.
+
+        Called when the transaction is delivered; `settle_removals` comes after it.
+        """
+        self._withheld.hold(inode, mark=mark)
+
+    async def settle_removals(self) -> None:
+        """Let go what became current while its name was being removed."""
+        await self._withheld.catch_up()
 
     def _delete(self, inode: Inode) -> None:
         """Delete an inode that nothing refers to; what it could not keep matters no more."""
@@ -516,8 +523,11 @@ class Commit:
             self._withheld.let_go(transaction, batch[-1].number)
             return removal
 
-        removal = await self._catalog.write_many(store)
-        self._withheld.was_let_go(batch[-1].number)
+        def stored(removal: int) -> int:
+            self._withheld.was_let_go(batch[-1].number)
+            return removal
+
+        removal = await self._catalog.write_many(store, apply=stored)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         for entry, version in zip(batch, versions, strict=True):

@@ -277,6 +277,8 @@ class Entries:
             self._inodes.names_changed(directory, now_ns, nlink_change=directory_nlink_change)
             self._inodes.directories.removed(parent, name)
             self._lost_name(removed, now_ns)
+            if inode is not None and inode.ino == removed.ino:
+                self._commit.name_removed(inode, mark=mark)
             return removed
 
         inode, mark = await self._removal_mark(parent, name)
@@ -297,8 +299,8 @@ class Entries:
         )
         try:
             removed = await self._catalog.write_urgently(recording, apply=removed_name)
-            if inode is not None and inode.ino == removed.ino:
-                await self._commit.name_removed(inode, mark=mark)
+            if mark:
+                await self._commit.settle_removals()
         finally:
             if inode is not None:
                 self._inodes.release(inode)

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class _Held:
+    """An inode that waits for version `mark`; `has_row`: with a row that is in the catalog."""
+
+    __slots__ = ("has_row", "inode", "mark")
+
+    def __init__(self, mark: int, inode: Inode, *, has_row: bool) -> None:
+        self.mark = mark
+        self.inode = inode
+        self.has_row = has_row
+
+
 class Withheld:
     """The inodes whose names are withheld, each with the number of the version it waits for."""
 
@@ -29,43 +40,45 @@ class Withheld:
         """Start with none."""
         self._catalog = catalog
         self._inodes = inodes
-        self._held: list[tuple[int, Inode]] = []
+        self._held: list[_Held] = []
         self._passed = 0
         """The last version that is current or given up."""
-        self._let_go = 0
-        """The last version whose own transaction let go what waited for it."""
 
-    async def hold(self, inode: Inode, *, mark: int) -> None:
-        """Keep an inode whose name was removed until version `mark` is current or given up."""
+    def hold(self, inode: Inode, *, mark: int) -> None:
+        """Keep an inode whose name was removed until version `mark` is current or given up.
+
+        Called, as is `was_let_go`, in the order of the catalog's transactions.
+        """
         inode.users += 1
         inode.withheld += 1
-        self._held.append((mark, inode))
-        if mark <= self._passed:  # it became current while the name was being removed
-            self._let_go = 0
-            await self.pass_by(self._passed)
+        self._held.append(_Held(mark, inode, has_row=True))
 
-    def let_go(self, transaction: Transaction, mark: int) -> None:
+    @staticmethod
+    def let_go(transaction: Transaction, mark: int) -> None:
         """Forget, with the transaction that makes a version current, what waited for it."""
-        if self._held:
-            catalog_withheld.let_go(transaction, mark)
+        catalog_withheld.let_go(transaction, mark)
 
     def was_let_go(self, mark: int) -> None:
-        """Note that this transaction was answered."""
-        self._let_go = mark
+        """Note that this transaction was carried out: rows of later ones are not gone with it."""
+        for held in self._held:
+            held.has_row = held.has_row and held.mark > mark
+
+    async def catch_up(self) -> None:
+        """Let go what became current while its name was being removed."""
+        await self.pass_by(self._passed)
 
     async def pass_by(self, mark: int) -> None:
         """Let go what waited for versions up to `mark`, which are current or given up."""
         self._passed = max(self._passed, mark)
-        freed = [inode for number, inode in self._held if number <= mark]
+        freed = [held for held in self._held if held.mark <= mark]
         if not freed:
             return
-        needs_transaction = any(self._let_go < number <= mark for number, _inode in self._held)
-        self._held = [each for each in self._held if each[0] > mark]
-        if needs_transaction:
+        self._held = [held for held in self._held if held.mark > mark]
+        if any(held.has_row for held in freed):
             await self._forget_rows(mark)
-        for inode in freed:
-            inode.withheld -= 1
-            self._inodes.release(inode)
+        for held in freed:
+            held.inode.withheld -= 1
+            self._inodes.release(held.inode)
 
     async def _forget_rows(self, mark: int) -> None:
         try:
@@ -87,7 +100,7 @@ class Withheld:
             return frozenset()
         await self._catalog.write_urgently(partial(catalog_withheld.mark_anew, mark=mark))
         for ino in inos:
-            await self.hold(await self._inodes.get(ino), mark=mark)
+            self.hold(await self._inodes.get(ino), mark=mark)
         return frozenset(inos)
 
     async def put_back(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import trio
 import trio.testing
 
 from fpfs.daemon.catalog_worker import Transaction
+from fpfs.daemon.withheld import Withheld
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -226,3 +228,31 @@ async def test_a_removal_is_final_in_the_transaction_of_what_it_waited_for(tmp_p
         mount.engine.let_drains_go()
         await mount.commit.make_names_durable()
         assert seen[0] == (2, 0), "both became current together, and with them the removal"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@trio.testing.trio_test
+async def test_a_row_that_came_after_the_transaction_it_waited_for_goes(
+    is_late: bool, tmp_path: Path
+) -> None:
+    """The removal found a version in the queue whose transaction was just being carried out."""
+    async with rig(tmp_path) as mount:
+        await saved(mount, "old")
+        inode = await mount.resolve("old")
+        withheld = Withheld(catalog=mount.catalog, inodes=mount.inodes)
+        insert = "INSERT INTO withheld VALUES (99, 1, x'61', 77, 8, 5)"
+        steps: list[Callable[[Transaction], object]] = [
+            lambda t: t.execute(insert),
+            lambda t: withheld.let_go(t, 5),
+        ]
+        applied: list[Callable[[], None]] = [
+            lambda: withheld.hold(inode, mark=5),
+            lambda: withheld.was_let_go(5),
+        ]
+        for index in (1, 0) if is_late else (0, 1):
+            await mount.catalog.write(steps[index])
+            applied[index]()
+        assert await rows(mount) == int(is_late)
+        await withheld.pass_by(5)
+        assert await rows(mount) == 0
+        assert inode.withheld == 0
