@@ -140,6 +140,10 @@ SEED ?=
 crash: setup ## Cut the power of recorded programs CUTS times, mount what is left, check the promises
 	$(VENV)/bin/python -m tests.crash.power_cut --cuts $(CUTS) $(if $(SEED),--seed $(SEED))
 
+.PHONY: faults
+faults: setup ## Let each device and catalog operation of a save fail once, check what is left
+	$(VENV)/bin/python -m tests.crash.injection
+
 SOAK_SECONDS ?= 300
 .PHONY: soak
 soak: setup ## Random operations on a mount and a plain directory, compared, for minutes
