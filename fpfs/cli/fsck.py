@@ -6,16 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import TaskID
 
+from fpfs.cli.show import byte_progress
 from fpfs.core.fsck import EXIT_NOT_CHECKED, CheckReport
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
@@ -65,16 +58,7 @@ class ProgressBar:
 
     def __init__(self) -> None:
         """Show nothing yet."""
-        console = Console(stderr=True)
-        self._progress = Progress(
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._progress = byte_progress()
         self._task: TaskID | None = None
 
     def update(self, done: int, total: int) -> None:

@@ -10,14 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
+from fpfs.cli.show import byte_progress
 from fpfs.core.control import (
     ControlClient,
     DamagedContent,
@@ -53,7 +47,7 @@ def scrub(path: str, *, bytes_per_s: int | None, json: bool) -> int:
     steps = _Steps(entry, asked=asked, bytes_per_s=bytes_per_s)
     try:
         inos, total = _what(path, entry, asked=asked)
-        with _progress() as progress:
+        with byte_progress() as progress:
             task = progress.add_task("scrub", total=total)
             for done in steps.all_of(inos):
                 report.bytes_checked += done.bytes_checked
@@ -159,20 +153,6 @@ class _Steps:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-
-def _progress() -> Progress:
-    """A bar on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _show_damage(console: Console, damage: Iterable[DamagedContent]) -> None:

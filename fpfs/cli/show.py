@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from fpfs.cli.entry import EXIT_INTERRUPTED
 from fpfs.core.control import Flushed
@@ -68,3 +75,17 @@ def show_failures(flushed: Flushed) -> int:
     for failure in flushed.failures:
         sys.stderr.write(f"not kept: {failure.message}\n")
     return 1 if flushed.failures else 0
+
+
+def byte_progress() -> Progress:
+    """A bar that counts bytes, on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

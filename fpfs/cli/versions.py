@@ -34,6 +34,11 @@ def versions(path: str, /, *, json: Json = False) -> int:
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
         return 0
+    if not shown.versions:
+        sys.stdout.write(
+            f"{path}: no former content is kept (fpfs-ctl policy set DIRECTORY versions=N)\n"
+        )
+        return 0
     table = Table("version", "size", "written", "replaced", "to be read at")
     for each in shown.versions:
         table.add_row(
@@ -80,6 +85,8 @@ def _ask(verb: Verb, path: str, *, asked: str, number: int = 0) -> VersionsShown
                 raise Refused(
                     asked=asked, wrong=f"{path} does not exist", remedy="name a file on the mount"
                 )
+            if os.path.isdir(path):
+                raise Refused(asked=asked, wrong="this is a directory", remedy="name a file in it")
             ino = os.stat(directory or ".").st_ino
         except OSError as error:
             raise Refused(

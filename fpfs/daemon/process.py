@@ -164,10 +164,13 @@ class _Readiness:
     def announce(self, devices: DeviceSet) -> None:
         """The mount answers."""
         _log.info("mounted at %s", self._mountpoint)
+        absent = [
+            f"device {device.number} ({device.path}) is missing: what lies there gives EIO"
+            for device in devices.missing
+        ]
+        notes = (*devices.notes, *absent)
         told = self._tell(
-            Readiness(
-                server_pid=os.getpid(), formatted=devices.formatted, notes=tuple(devices.notes)
-            )
+            Readiness(server_pid=os.getpid(), formatted=devices.formatted, notes=notes)
         )
         if not told:
             # Interrupted or killed: who gave up a mount does not expect to find one.

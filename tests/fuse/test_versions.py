@@ -267,6 +267,10 @@ def test_what_cannot_be_restored_is_refused(mount: Mount, kept: Path) -> None:
     with path.open("r+b"):
         assert "somebody is writing to it" in said(f"{path}@1")
     assert path.read_bytes() == content("b", 10)
+    done = run_fpfs("versions", kept, module=CTL)
+    assert (done.returncode, "this is a directory; name a file in it" in done.stderr) == (1, True)
+    (kept / "single").write_bytes(b"x")
+    assert "no former content is kept" in check_fpfs("versions", kept / "single", module=CTL)
 
 
 def test_versions_and_restored_contents_survive_a_crash() -> None:

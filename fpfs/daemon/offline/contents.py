@@ -14,6 +14,7 @@ from fpfs.core.engine import SEGMENT_BLOCKS, ObjectId
 from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.layout import Run, Segment, decode_segment
+from fpfs.daemon.catalog_contents import SEGMENTS_MAX
 from fpfs.daemon.catalog_schema import row_crc
 from fpfs.daemon.catalog_shares import Spans, merge, without
 from fpfs.daemon.offline.findings import Found, Paths, Statement, show_name
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 _OBJECT_ID_END = 2**63
-_SEGMENTS_END = 2**32
 
 
 class SegmentRow(NamedTuple):
@@ -39,7 +39,7 @@ class SegmentRow(NamedTuple):
         if row_crc(self.ino, self.index, content=self.blob) != self.crc:
             raise DamagedData("the row fails its checksum")
         segment = decode_segment(self.blob)
-        if segment.index != self.index or not 0 <= self.index < _SEGMENTS_END:
+        if segment.index != self.index or not 0 <= self.index < SEGMENTS_MAX:
             raise DamagedData(f"it says that it is number {segment.index}")
         if any(run.object >= _OBJECT_ID_END for run in segment.runs):
             raise DamagedData("it refers to an object with an impossible number")

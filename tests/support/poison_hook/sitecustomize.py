@@ -28,7 +28,7 @@ def die(how: str) -> NoReturn:
     signal.signal(signal.Signals[how], signal.SIG_DFL)
     os.kill(os.getpid(), signal.Signals[how])
     while True:
-        time.sleep(1)
+        signal.pause()  # the signal comes in a moment
 
 
 def order_about(name: bytes) -> Path:
