@@ -144,6 +144,16 @@ crash: setup ## Cut the power of recorded programs CUTS times, mount what is lef
 faults: setup ## Let each device and catalog operation of a save fail once, check what is left
 	$(VENV)/bin/python -m tests.crash.injection
 
+FLIPS ?= 10000
+# Each of these is a crash and a mount.
+ARENA_FLIPS ?= 20
+.PHONY: flips
+flips: setup test-native ## Flip FLIPS bits in objects, catalogs and the tables of staging memory
+	FPFS_OBJECT_FLIPS=$$(($(FLIPS) * 45 / 100)) FPFS_ARENA_FLIPS=$(ARENA_FLIPS) \
+	  FPFS_DAMAGES=$$(($(FLIPS) / 10)) FPFS_TEST_HANG_S=7200 \
+	  $(PYTEST) tests/fuse/test_flips.py tests/unit/test_catalog_copies.py -s $(PYTEST_ARGS)
+	FPFS_FLIPS=$$(($(FLIPS) * 45 / 100)) build/native/tests/fpfs_native_tests -tc='takeover: a wrong bit*'
+
 SOAK_SECONDS ?= 300
 .PHONY: soak
 soak: setup ## Random operations on a mount and a plain directory, compared, for minutes

@@ -146,7 +146,7 @@ class Saver:
 
 
 @contextlib.contextmanager
-def saver(parent: Path) -> Iterator[Saver]:
+def saver(parent: Path, kind: type[Saver] = Saver) -> Iterator[Saver]:
     """A mount on two devices whose calls may fail."""
     injector = Injector(parent / "faults")
     with mounted(
@@ -157,7 +157,7 @@ def saver(parent: Path) -> Iterator[Saver]:
         environment=injector.environment([parent]),
     ) as mount:
         mount.allow_log(ALLOWED)
-        yield Saver(mount, injector)
+        yield kind(mount, injector)
 
 
 def faults_of(counts: dict[Call, int], *, every: int = 1, start: int = 0) -> list[Fault]:
