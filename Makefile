@@ -83,7 +83,7 @@ run: setup ## Train, save, remount, load and compare on a mount of four device f
 	$(VENV)/bin/python examples/quickstart.py
 
 .PHONY: bench
-bench: setup ## Measure against the plain filesystem, fio and a naive peer
+bench: setup $(STAMPS)/tools-test ## Measure against the plain filesystem, fio and a naive peer
 	$(VENV)/bin/python -m benchmarks $(BENCH_ARGS)
 
 # --- testing --------------------------------------------------------------------------------
