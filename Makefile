@@ -11,6 +11,8 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PYTEST ?= $(VENV)/bin/python -m pytest
 PYTEST_ARGS ?=
+# Many tests wait for a device or for a process to start.
+TEST_PROCESSES ?= 3
 
 STAMPS := $(VENV)/.stamps
 PIP := $(VENV)/bin/pip --disable-pip-version-check
@@ -89,8 +91,8 @@ bench: setup $(STAMPS)/tools-test ## Measure against the plain filesystem, fio a
 # --- testing --------------------------------------------------------------------------------
 
 .PHONY: test
-test: setup $(STAMPS)/tools-test test-native ## All tests
-	$(PYTEST) $(PYTEST_ARGS)
+test: setup $(STAMPS)/tools-test test-native ## All tests, TEST_PROCESSES side by side
+	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: test-native
 test-native: setup $(STAMPS)/tools-test ## The C++ tests, without sanitizer
