@@ -281,7 +281,8 @@ def check(images: Sequence[Path], folder: Path, *, histories: dict[int, History]
             raise Violation(f"nobody made {sorted(strange)}")
         for program, history in histories.items():
             found = look(image.root, f"program{program}")
-            broken = broken_promise(history, cut, found)
+            others = [other for other in histories.values() if other is not history]
+            broken = broken_promise(history, cut, found, others=others)
             pointer = f"program{program}/latest"
             if not broken and pointer in found:
                 content = (image.root / pointer).read_bytes()

@@ -16,7 +16,8 @@ Not every pair is allowed:
     was moved into place without what was saved before that.
   * So is the removal of a group. Any other removal is so, too, but what came after it may be there
     without it: what was removed is back then, unless something else that is not empty has its name,
-    or it had no content.
+    or it had no content. Versions of other programs count here, too: a removal may be waited with
+    for one of them, and so are all that come after it, up to a rename.
 
 A group is an exception: of one that was made and not committed by the rename of its marker nothing
 is there, and one that was committed is as it was at its last commit point, whatever came later.
@@ -111,6 +112,28 @@ class History:
         """Which of so many changes of names are removals that so many versions do not allow yet."""
         needed = enumerate(self._others_before[:names])
         return frozenset(number for number, others in needed if others > versions)
+
+    def all_withheld(self, names: int, versions: int, pending: int) -> Iterator[frozenset[int]]:
+        """The same for all that versions of other programs may do to it.
+
+        The earliest of those that are not current was begun at event `pending`. A rename waits for
+        all versions before it, so that no removal before it waits any more.
+        """
+        withheld = self.withheld(names, versions)
+        yield withheld
+        for number in reversed(range(names)):
+            call = self.names[number]
+            if call.word.name == "rename" or call.end < pending:
+                break
+            if call.word.name in ("remove", "rmdir") and not call.word.group:
+                withheld |= {number}
+                yield withheld
+
+    def pending(self, cut: int) -> int:
+        """When the first version began to end that need not be there after a cut."""
+        begun = _begun(self.versions, cut)
+        _, current = self.at_least(cut)
+        return self.versions[current].begin if current < begun else NEVER
 
     def at_least(self, cut: int) -> tuple[int, int]:
         """How many changes of names and versions must be there after a cut."""
@@ -273,25 +296,34 @@ def look(root: Path, folder: str) -> dict[str, Found]:
     return found
 
 
-def broken_promise(history: History, cut: int, found: dict[str, Found]) -> str:
-    """Why no allowed pair explains what was found, or an empty string."""
+def broken_promise(
+    history: History, cut: int, found: dict[str, Found], *, others: Sequence[History] = ()
+) -> str:
+    """Why no allowed pair explains what was found, or an empty string.
+
+    `others`: the histories of the programs that ran beside this one.
+    """
+    pending = min((other.pending(cut) for other in others), default=NEVER)
     best: tuple[int, str] = (1 << 30, "nothing is allowed at all")
     shapes: dict[tuple[int, frozenset[int]], dict[str, Entry]] = {}
     for names, versions in history.allowed(cut):
         digests = {call.word.file: call.word.digest for call in history.versions[:versions]}
-        withheld = history.withheld(names, versions)
-        shape = None if withheld else shapes.get((names, withheld))
-        if shape is None:
-            shape = names_after(
-                history.names[:names], withheld=withheld, digests=digests, versions=history.versions
-            )
-            shapes[names, withheld] = shape
-        wrong = _differences(shape, digests, found)
-        if not wrong:
-            return ""
-        if len(wrong) < best[0]:
-            allowed = f"{names} changes of names and {versions} versions"
-            best = (len(wrong), f"nearest allowed: {allowed}; but {'; '.join(wrong[:8])}")
+        for withheld in history.all_withheld(names, versions, pending):
+            shape = None if withheld else shapes.get((names, withheld))
+            if shape is None:
+                shape = names_after(
+                    history.names[:names],
+                    withheld=withheld,
+                    digests=digests,
+                    versions=history.versions,
+                )
+                shapes[names, withheld] = shape
+            wrong = _differences(shape, digests, found)
+            if not wrong:
+                return ""
+            if len(wrong) < best[0]:
+                allowed = f"{names} changes of names and {versions} versions"
+                best = (len(wrong), f"nearest allowed: {allowed}; but {'; '.join(wrong[:8])}")
     names_min, versions_min = history.at_least(cut)
     return f"at least {names_min} names and {versions_min} versions were promised; {best[1]}"
 

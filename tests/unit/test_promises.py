@@ -189,3 +189,30 @@ def test_what_is_kept_must_have_been_whole_once() -> None:
     assert broken_former_content(told, found(one="x", two="y")) == ""
     assert "three" in broken_former_content(told, found(one="x", three="z"))
     assert "nothing" in broken_former_content(told, found(nothing=EMPTY))
+
+
+def test_a_removal_may_wait_for_what_another_program_closed() -> None:
+    told = history(create("a", 1), fsync(1, "one"), remove("a"), create("b", 2))
+    other = history(create("x", 1), close(1, "one"), SYNC_FOLDER)
+    states = [found(b=EMPTY), found(a="one", b=EMPTY)]
+    for cut, others, expected in (
+        (99, [], [True, False]),
+        (99, [other], [True, False]),  # the other's version is durable by then
+        (44, [history(create("x", 1), close(1, "one"))], [True, True]),
+        (44, [history(create("x", 1), SYNC_FOLDER, SYNC_FOLDER, close(1, "one"))], [True, False]),
+    ):
+        assert [not broken_promise(told, cut, state, others=others) for state in states] == expected
+
+
+def test_removals_that_wait_for_others_are_the_last_ones_and_after_every_rename() -> None:
+    told = history(
+        create("a", 1), create("b", 2), fsync(1, "one"), fsync(2, "two"), remove("a"), remove("b")
+    )
+    others = [history(close(1, "one"))]
+    states = [found(a="one", b="two"), found(b="two"), found(a="one"), found()]
+    accepted_states = [not broken_promise(told, 99, state, others=others) for state in states]
+    assert accepted_states == [True, True, False, True]
+    told = history(create("a", 1), create("b", 2), fsync(1, "one"), remove("a"), rename("b", "c"))
+    states = [found(a="one", c=EMPTY), found(c=EMPTY), found(a="one", b=EMPTY)]
+    accepted_states = [not broken_promise(told, 99, state, others=others) for state in states]
+    assert accepted_states == [False, True, True]
