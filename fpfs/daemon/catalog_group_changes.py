@@ -21,7 +21,7 @@ from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_attributes import copy_inode
 from fpfs.daemon.catalog_group_contents import UNCHANGED, mark_changed
 from fpfs.daemon.catalog_held import is_held
-from fpfs.daemon.catalog_names import DIRECTORY_TYPE, path_of, touch_directory
+from fpfs.daemon.catalog_names import DIRECTORY_TYPE, look_up, path_of, touch_directory
 from fpfs.daemon.catalog_schema import UNCOMMITTED_INO
 from fpfs.daemon.catalog_split import split_off
 from fpfs.daemon.catalog_trees import Entry, has_content, parent_of, remove_below, walk
@@ -222,7 +222,7 @@ class _RollBack:
             below = list(walk(self._transaction, entry.ino))
         if has_content(self._transaction, [entry, *below], self._changed):
             directory = self._counterpart(entry.parent)
-            self._enter(directory, entry.name, entry.ino, entry.type)
+            self._enter(directory, self._free(directory, entry.name), entry.ino, entry.type)
             if entry.type == DIRECTORY_TYPE:
                 self._transaction.execute(
                     "UPDATE inodes SET parent = ? WHERE ino = ?", (directory, entry.ino)
@@ -245,9 +245,16 @@ class _RollBack:
             (name,) = self._transaction.execute(
                 "SELECT name FROM names WHERE parent = ? AND ino = ?", (above, directory)
             ).fetchone()
-            made = self._make_directory(directory, self._counterpart(above), name)
+            place = self._counterpart(above)
+            made = self._make_directory(directory, place, self._free(place, name))
         self._asides[directory] = made
         return made
+
+    def _free(self, directory: int, name: bytes) -> bytes:
+        """Return a name for what is put aside: several things may have had this one in turn."""
+        if look_up(self._transaction, directory, name) is None:
+            return name
+        return aside_name(name, self._transaction.take_number(), self._now_ns)
 
     def _make_aside(self) -> int:
         name = self._path.rsplit(b"/", 1)[-1]

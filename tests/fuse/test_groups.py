@@ -420,7 +420,23 @@ def link(group: Path) -> None:
     (group / "second.pt").write_bytes(NEW)
 
 
-CHANGES = [overwrite, overwrite_in_place, replace, remove, add, move, swap, link]
+def rotate(group: Path) -> None:
+    """Several things have one name in turn, all of them with something new."""
+    (group / "sub/new").write_bytes(NEW)
+    (group / "sub").rename(group / "older")
+    (group / "sub").mkdir()
+    (group / "sub/new").write_bytes(OTHER)
+
+
+def rotate_files(group: Path) -> None:
+    (group / "sub/new").write_bytes(NEW)
+    (group / "sub").rename(group / "older")
+    (group / "sub").write_bytes(OTHER)
+
+
+CHANGES = [
+    overwrite, overwrite_in_place, replace, remove, add, move, swap, link, rotate, rotate_files,
+]  # fmt: skip
 
 
 def committed_groups(mount: Mount) -> dict[Path, Callable[[Path], None]]:
