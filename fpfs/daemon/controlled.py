@@ -185,7 +185,7 @@ class ControlledServer:
         """Make a former content the present one, durably. OSError when there is none."""
         self._namespace.catch_up()
         await self._commit.wait_queued()
-        shown = await self._versions.restore(directory, name, number)
+        shown = await self._versions.restore(directory, name, number, groups=self._groups)
         await self._catalog.make_durable()
         return shown
 

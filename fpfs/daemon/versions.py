@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_names import Name
     from fpfs.daemon.catalog_versions import Changed, Restored
     from fpfs.daemon.catalog_worker import Transaction
+    from fpfs.daemon.groups import Groups
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.policies import Policies
 
@@ -156,17 +157,19 @@ class Versions:
 
         return await self._catalog.read(find)
 
-    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
-        """Make a former content the present one; what was there is kept.
+    async def restore(
+        self, directory: int, name: bytes, number: int, *, groups: Groups
+    ) -> VersionsShown:
+        """Make a former content the present one; what was there is kept, and `groups` note it.
 
         Everything queued is current. Raises `NoSuchEntry`, `InvalidOperation`, `BusyFile`,
         `NoSpace`.
         """
+        parent = await self._inodes.get(directory)
         present = self._inodes.cached(await self.find_present(directory, name, number))
-        if present is not None and present.writers:
+        if present is not None and (present.writers or present.pending):
             raise BusyFile("somebody is writing to it: wait until it is closed")
         now_ns = time.time_ns()
-        parent = await self._inodes.get(directory)
 
         def replace(transaction: Transaction) -> Restored:
             count = max(self._policies.effective(transaction, directory).versions, 1)
@@ -183,7 +186,8 @@ class Versions:
                 self._inodes.changed(inode, ctime_ns=now_ns)
             return done
 
-        done = await self._catalog.write(replace, apply=replaced)
+        noting = groups.making(directory, name, replace)
+        done = await self._catalog.write(noting, apply=replaced)
         self._engine.invalidate_name(directory, name)
         self._engine.invalidate(directory)
         await self.follow([done.changed])

@@ -600,3 +600,25 @@ def test_what_somebody_still_makes_at_the_commit_point_is_no_part_of_it(
     crash_and_mount(own)
     check(committed, BEFORE)
     check(uncommitted(own)[0], {"open.pt": NEW})
+
+
+def test_what_is_restored_in_a_group_is_a_change_of_it(own: Mount, committed: Path) -> None:
+    check_fpfs("policy", "set", committed, "versions=9", module=CTL)
+    path = committed / "shard0.pt"
+    for content in (NEW, OTHER):
+        path.write_bytes(content)
+        check_fpfs("commit", committed, module=CTL)
+    check_fpfs("restore", f"{path}@1", module=CTL)
+    assert_same(path.read_bytes(), SHARD)
+    assert [group.path for group in own.status().uncommitted] == ["runs/step_1"]
+    crash_and_mount(own)
+    check(committed, BEFORE | {"shard0.pt": OTHER})
+    path.write_bytes(NEW)
+    check_fpfs("wait", path, module=CTL)
+    check_fpfs("restore", f"{path}@1", module=CTL)
+    crash_and_mount(own)
+    check(committed, BEFORE | {"shard0.pt": OTHER})
+    check_fpfs("restore", f"{path}@1", module=CTL)
+    check_fpfs("commit", committed, module=CTL)
+    crash_and_mount(own)
+    check(committed, BEFORE)
