@@ -250,10 +250,13 @@ class Commit:
         await self.wait_queued()
         await self._catalog.make_durable()
 
-    async def wait_put_aside(self, inode: Inode) -> None:
-        """Return when what a killed writer left is current or put aside."""
+    async def wait_put_aside(self, inode: Inode) -> bool:
+        """Return when what a killed writer left is current or put aside; False: nothing was."""
+        has_waited = False
         while inode.pending and inode.killed_by:
             await self._wait_done(self._last_entries[inode.ino])
+            has_waited = True
+        return has_waited
 
     async def wait_drain_begun(self, inode: Inode) -> None:
         """Return when the drains of all queued versions of an inode have begun.

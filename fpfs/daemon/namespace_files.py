@@ -106,7 +106,10 @@ class Files:
         try:
             await self._inodes.load(inode)
             # What a killed writer left is not what one who comes after it is to see.
-            await self._commit.wait_put_aside(inode)
+            was_put_aside = await self._commit.wait_put_aside(inode)
+            if was_put_aside and flags & os.O_APPEND:
+                # The kernel appends at the end that it knows, and learns the size with the name.
+                raise StaleInode(f"inode {inode.ino} has another size than it had")
             if writable:
                 # What was closed is a version: nothing of this writer may get into it.
                 await self._commit.wait_drain_begun(inode)

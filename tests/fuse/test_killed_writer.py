@@ -589,3 +589,20 @@ signal.pause()
             assert found["old.pt"] == found["closed.pt"] == GOOD
             assert found["synced.pt"] == TORN
             assert found["empty.pt"] == found["new.log"] == b""
+
+
+@pytest.mark.parametrize("good", [GOOD, SMALL])
+def test_who_appends_next_appends_to_what_was_before(
+    mount: Mount, aside: Path, directory: Path, source: Path, good: bytes
+) -> None:
+    """The kernel knows the size that the killed writer left."""
+    path = directory / "step.pt"
+    for _ in range(10):
+        path.write_bytes(good)
+        kill_in_the_middle(path, source)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.write(fd, b"more")
+        os.close(fd)
+        assert_same(path.read_bytes(), good + b"more")
+    mount.flush()
+    assert_same(the_only(aside).read_bytes(), TORN)
