@@ -99,6 +99,7 @@ class _Entry:
         "drained",
         "error",
         "inode",
+        "killed_by",
         "last",
         "number",
         "previous",
@@ -110,6 +111,8 @@ class _Entry:
         self.inode = inode
         self.number = number
         self.last = last
+        self.killed_by = inode.killed_by
+        """The signal that ended the writer of this version; that of a later one may be another."""
         self.previous = previous
         """The entry of the same inode that is ahead in the queue, if any."""
         self.started = False
@@ -408,6 +411,7 @@ class Commit:
         if tail is not None and tail.inode is inode and not tail.started:
             # Nothing was queued in between, so committing both at once keeps the order.
             tail.last = last
+            tail.killed_by = inode.killed_by
             return tail
         number = next(self._numbers)
         entry = _Entry(inode, number, last=last, previous=self._last_entries.get(inode.ino))
@@ -456,7 +460,7 @@ class Commit:
             self._wake_waiting()
             # An inode without name and handle is about to be deleted: its bytes go nowhere. One
             # that is clean was drained for an entry ahead of this one.
-            is_withheld = inode.withheld and not inode.killed_by
+            is_withheld = inode.withheld and not entry.killed_by
             is_kept = inode.nlink or inode.handles or is_withheld
             if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
                 try:
@@ -495,9 +499,9 @@ class Commit:
         if not batch:
             return
         try:
-            if len(batch) > 1 and any(entry.inode.killed_by for entry in batch):
+            if len(batch) > 1 and any(entry.killed_by for entry in batch):
                 await self._commit_each(batch)
-            elif batch[0].inode.killed_by:
+            elif batch[0].killed_by:
                 await self._store_aside(self._version(batch[0]))
             else:
                 await self._store(batch)
@@ -578,7 +582,7 @@ class Commit:
             ctime_ns=attributes.ctime_ns,
             privileges_dropped=attributes.privileges_dropped,
             replaces_whole=not entry.inode.synced,
-            killed_by=entry.inode.killed_by,
+            killed_by=entry.killed_by,
         )
 
     def _finish(self, entry: _Entry) -> None:
@@ -588,7 +592,8 @@ class Commit:
             self._record_failure(inode, entry.error)
         else:
             self._failures.pop(inode.ino, None)
-            inode.killed_by = 0
+            if inode.pending == 1:
+                inode.killed_by = 0
         inode.lock.release()
         inode.pending -= 1
         if inode.pending == 0:

@@ -122,7 +122,7 @@ class Inode:
         self.cached_generation = -1
         """Generation of the content that the kernel's page cache may hold."""
         self.killed_by = 0
-        """The signal that ended the writer of the content that is not committed, or 0."""
+        """The signal that ended the writer of the last content that is not committed, or 0."""
         self.stale = False
         """Whether its names were removed behind the kernel's back, which may still ask by them."""
         self.synced = False

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -605,3 +606,24 @@ async def test_a_flush_leaves_a_checkpoint_that_is_being_written_to_its_close(
         assert await committed_size(mount, "train.log") == 10
         await mount.namespace.files.sync(handles[0])
         assert await committed_size(mount, "step.pt") == 10
+
+
+@trio.testing.trio_test
+async def test_what_was_closed_becomes_current_although_the_next_writer_is_killed(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", b"a" * LARGE)
+        await mount.commit.flush_all()
+        mount.engine.hold_drains()
+        await mount.write_file("step.pt", b"b" * LARGE)
+        again = await mount.open("step.pt")
+        mount.engine.write(again, 0, b"torn")
+        mount.engine.kernel_releases(again, killed_by=signal.SIGKILL)
+        mount.namespace.catch_up()
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert await mount.read_file("step.pt") == b"b" * LARGE
+        (aside,) = await mount.names(".fpfs/partial") - {".", ".."}
+        assert await mount.read_file(f".fpfs/partial/{aside}") == b"torn" + b"b" * (LARGE - 4)
+        assert mount.commit.statistics().failures == ()
