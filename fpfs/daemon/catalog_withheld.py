@@ -16,9 +16,9 @@ Concurrency: every function runs in the catalog's worker, inside its transaction
 from __future__ import annotations
 
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.daemon.catalog_names import DIRECTORY_TYPE, path_of
+from fpfs.daemon.catalog_names import DIRECTORY_TYPE, look_up, path_of
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog_names import Name
@@ -52,36 +52,100 @@ def mark_anew(transaction: Transaction, mark: int) -> None:
     transaction.execute("UPDATE withheld SET mark = ?", (mark,))
 
 
+class _Row(NamedTuple):
+    """A name that is withheld, and the size of its inode."""
+
+    cookie: int
+    parent: int
+    name: bytes
+    ino: int
+    type: int
+    size: int
+
+
 def put_back(transaction: Transaction) -> list[bytes]:
     """Put all names back, after power loss; returns a path of each.
 
     Not where something else has the name by now, unless that is an empty file, nor a file that
-    never had a content.
+    never had a content. What was in a directory goes where its name leads to now.
     """
-    rows = transaction.execute(
-        "SELECT w.cookie, w.parent, w.name, w.ino, w.type, i.size FROM withheld w"
-        " JOIN inodes i ON i.ino = w.ino ORDER BY w.type <> ?, w.cookie",
-        (DIRECTORY_TYPE,),
-    ).fetchall()
-    transaction.execute(
-        "UPDATE inodes SET nlink = 2 WHERE nlink = 0 AND ino IN"
-        " (SELECT ino FROM withheld WHERE type = ?)",
-        (DIRECTORY_TYPE,),
-    )
-    back = []
-    for cookie, parent, name, ino, kind, size in rows:
-        never_had = kind == REGULAR_TYPE and size == 0
-        if never_had or not _make_room(transaction, parent, name):
-            _leave(transaction, ino, kind)
-            continue
-        transaction.execute(
-            "INSERT INTO names VALUES (?, ?, ?, ?, ?)", (cookie, parent, name, ino, kind)
-        )
-        changed = parent if kind == DIRECTORY_TYPE else ino
-        transaction.execute("UPDATE inodes SET nlink = nlink + 1 WHERE ino = ?", (changed,))
-        back.append(ino)
+    rows = [
+        _Row._make(row)
+        for row in transaction.execute(
+            "SELECT w.cookie, w.parent, w.name, w.ino, w.type, i.size FROM withheld w"
+            " JOIN inodes i ON i.ino = w.ino ORDER BY w.cookie"
+        ).fetchall()
+    ]
+    work = _PutBack(transaction, {row.ino: row for row in rows if row.type == DIRECTORY_TYPE})
+    for row in rows:
+        if row.type == DIRECTORY_TYPE:
+            work.find_place(row.ino)
+    for row in rows:
+        if row.type != DIRECTORY_TYPE and (row.type != REGULAR_TYPE or row.size):
+            work.put_back_file(row)
     transaction.execute("DELETE FROM withheld")
-    return [path_of(transaction, ino) for ino in back]
+    return [path_of(transaction, ino) for ino in work.back]
+
+
+class _PutBack:
+    """The work on all names. `back` are the inodes that have one again."""
+
+    def __init__(self, transaction: Transaction, directories: dict[int, _Row]) -> None:
+        self._transaction = transaction
+        self._directories = directories
+        """Those that were removed and are not looked at yet, by inode."""
+        self._places: dict[int, int] = {}
+        """Where the names of a directory that was removed belong now (0: nowhere)."""
+        self.back: list[int] = []
+
+    def find_place(self, directory: int) -> int:
+        """Return where the names of a directory belong: there, if it is there, or is put back."""
+        above = []
+        while directory in self._directories:
+            above.append(self._directories.pop(directory))
+            directory = above[-1].parent
+        place = self._places.get(directory)
+        if place is None:
+            place = directory if self._is_there(directory) else 0
+        while above:
+            row = above.pop()
+            place = self._put_back_directory(row, place) if place else 0
+            self._places[row.ino] = place
+        return place
+
+    def _is_there(self, directory: int) -> bool:
+        row = self._transaction.execute(
+            "SELECT nlink FROM inodes WHERE ino = ?", (directory,)
+        ).fetchone()
+        return row is not None and row[0] > 0
+
+    def _put_back_directory(self, row: _Row, parent: int) -> int:
+        """Put a directory back; returns what has its name, if that is a directory, otherwise 0."""
+        if not _make_room(self._transaction, parent, row.name):
+            present = look_up(self._transaction, parent, row.name)
+            return present.ino if present is not None and stat.S_ISDIR(present.mode) else 0
+        self._enter(row, parent)
+        self._transaction.execute(
+            "UPDATE inodes SET nlink = 2, parent = ? WHERE ino = ?", (parent, row.ino)
+        )
+        self._transaction.execute("UPDATE inodes SET nlink = nlink + 1 WHERE ino = ?", (parent,))
+        return row.ino
+
+    def put_back_file(self, row: _Row) -> None:
+        """Put a name of anything else back."""
+        parent = self.find_place(row.parent)
+        if parent and _make_room(self._transaction, parent, row.name):
+            self._enter(row, parent)
+            self._transaction.execute(
+                "UPDATE inodes SET nlink = nlink + 1 WHERE ino = ?", (row.ino,)
+            )
+
+    def _enter(self, row: _Row, parent: int) -> None:
+        self._transaction.execute(
+            "INSERT INTO names VALUES (?, ?, ?, ?, ?)",
+            (row.cookie, parent, row.name, row.ino, row.type),
+        )
+        self.back.append(row.ino)
 
 
 def _make_room(transaction: Transaction, parent: int, name: bytes) -> bool:
@@ -99,9 +163,3 @@ def _make_room(transaction: Transaction, parent: int, name: bytes) -> bool:
     transaction.execute("DELETE FROM names WHERE cookie = ?", (cookie,))
     transaction.execute("UPDATE inodes SET nlink = nlink - 1 WHERE ino = ?", (ino,))
     return True
-
-
-def _leave(transaction: Transaction, ino: int, kind: int) -> None:
-    """Let a directory that is not put back go the way of inodes without a name."""
-    if kind == DIRECTORY_TYPE:
-        transaction.execute("UPDATE inodes SET nlink = 0 WHERE ino = ?", (ino,))

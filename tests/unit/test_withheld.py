@@ -14,7 +14,7 @@ import trio.testing
 from fpfs.daemon.catalog_worker import Transaction
 from fpfs.daemon.withheld import Withheld
 from fpfs.testing.memory_engine import MemoryDevices
-from tests.support.rig import LARGE, ROOT, Rig, rig
+from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 
 BACK = "was removed after something was saved that the loss of power took: it is back"
 
@@ -256,3 +256,36 @@ async def test_a_row_that_came_after_the_transaction_it_waited_for_goes(
         await withheld.pass_by(5)
         assert await rows(mount) == 0
         assert inode.withheld == 0
+
+
+@trio.testing.trio_test
+async def test_what_was_in_a_directory_comes_back_where_its_name_leads_to(tmp_path: Path) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        for path in ("run", "run/sub", "other"):
+            await mount.make_directory(path)
+        await saved(mount, "run/a", "run/b", "run/sub/c", "other/d")
+        mount.engine.hold_drains()
+        await mount.write_file("new", b"n" * LARGE)
+        for path in ("run/a", "run/b", "run/sub/c", "other/d"):
+            await unlink(mount, path)
+        run = await mount.resolve("run")
+        await mount.namespace.entries.remove_directory(run.ino, b"sub")
+        mount.namespace.forget(run.ino, 1)
+        for name in (b"run", b"other"):
+            await mount.namespace.entries.remove_directory(ROOT, name)
+        await mount.make_directory("run")
+        await mount.write_file("run/a", b"the next")
+        await mount.make_directory("run/b")
+        link = await mount.namespace.entries.make_symlink(
+            ROOT, b"other", target=b"run", caller=SUPERUSER
+        )
+        mount.namespace.forget(link.ino, 1)
+    async with rig(tmp_path, devices=devices) as mount:
+        assert await mount.names("run") == {".", "..", "a", "b", "sub"}
+        assert (await mount.read_file("run/a")).startswith(b"run/a")
+        assert (await mount.read_file("run/sub/c")).startswith(b"run/sub/c")
+        for path, nlink in (("", 3), ("run", 4), ("run/b", 2), ("run/sub", 2), ("run/a", 1)):
+            assert (await mount.resolve(path)).nlink == nlink, path
+        # The root, run, a, b, sub, c, the link, and "new".
+        assert mount.inodes.count == 8
