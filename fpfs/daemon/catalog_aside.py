@@ -29,7 +29,6 @@ from fpfs.daemon.catalog_contents import (
     store_segment,
     store_snapshot,
 )
-from fpfs.daemon.catalog_group_contents import make_one_current
 from fpfs.daemon.catalog_names import touch_directory
 from fpfs.daemon.catalog_schema import PARTIAL_INO, ROOT_INO
 
@@ -70,17 +69,17 @@ class Partial(NamedTuple):
 
 def put_aside(
     transaction: Transaction, version: Version, *, is_whole: Callable[[bytes], bool]
-) -> tuple[Aside | None, int]:
+) -> tuple[Aside, int] | None:
     """Store a version that a killed writer left; returns what was put aside, and the last removal.
 
-    None: no name of the inode `is_whole`, one of those that show whole contents only, and the
-    version is current.
+    None, and nothing is stored: no name of the inode `is_whole`, one of those that show whole
+    contents only.
     """
     ino, snapshot = version.ino, version.snapshot
     names = transaction.execute("SELECT parent, name FROM names WHERE ino = ?", (ino,)).fetchall()
     name = next((name for name in names if is_whole(name[1])), None)
     if name is None:
-        return None, make_one_current(transaction, version)
+        return None
     path = _path_of(transaction, *name)
     committed = fetch_inode(transaction, ino)
     content = fetch_content(transaction, ino)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_aside import Aside
     from fpfs.daemon.catalog_versions import Changed
     from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.inodes import Inode, InodeTable
@@ -502,7 +503,7 @@ class Commit:
             if len(batch) > 1 and any(entry.killed_by for entry in batch):
                 await self._commit_each(batch)
             elif batch[0].killed_by:
-                await self._store_aside(self._version(batch[0]))
+                await self._store_aside(batch[0])
             else:
                 await self._store(batch)
         except OSError as error:
@@ -524,9 +525,7 @@ class Commit:
             changed.clear()
             removal = 0
             for version in versions:
-                if version.replaces_whole:
-                    changed.extend(self._versions.of_version(transaction, version.ino))
-                removal = max(removal, make_one_current(transaction, version))
+                removal = max(removal, self._make_current(transaction, version, changed))
             self._withheld.let_go(transaction, batch[-1].number)
             return removal
 
@@ -542,6 +541,14 @@ class Commit:
             self._now_current(version)
         await self._versions.follow(changed)
 
+    def _make_current(
+        self, transaction: Transaction, version: Version, changed: list[Changed]
+    ) -> int:
+        """Make a version current, after what a policy keeps of the one before was kept."""
+        if version.replaces_whole:
+            changed.extend(self._versions.of_version(transaction, version.ino))
+        return make_one_current(transaction, version)
+
     def _now_current(self, version: Version) -> None:
         """Tell the engine of a version that the catalog has."""
         self._committed += 1
@@ -553,16 +560,23 @@ class Commit:
             inode.drop_privileges()
             self._engine.privileges_restored(version.ino)
 
-    async def _store_aside(self, version: Version) -> None:
+    async def _store_aside(self, entry: _Entry) -> None:
         """Run the transaction of a version that a killed writer left."""
-        aside, removal = await self._catalog.write_many(
-            partial(put_aside, version=version, is_whole=self._is_whole),
-            apply=self._aside.apply,
-        )
+        version = self._version(entry)
+        changed: list[Changed] = []
+
+        def store(transaction: Transaction) -> tuple[Aside | None, int]:
+            changed.clear()
+            stored = put_aside(transaction, version, is_whole=self._is_whole)
+            return stored or (None, self._make_current(transaction, version, changed))
+
+        aside, removal = await self._catalog.write_many(store, apply=self._aside.apply)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         if aside is None:
+            entry.inode.synced = False
             self._now_current(version)
+            await self._versions.follow(changed)
         else:
             await self._aside.settle(aside)
 

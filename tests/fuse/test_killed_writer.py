@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, mounted
+from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import crash_and_mount
 from tests.support.processes import expect_line, python_child, tell
 
+CTL = "fpfs.cli.ctl"
 GOOD = random_bytes(3 * 2**20 + 17, seed=1)
 TORN = random_bytes(2 * 2**20 + 5, seed=2)
 SMALL = b"a small content, which the catalog holds\n"
@@ -606,3 +607,16 @@ def test_who_appends_next_appends_to_what_was_before(
         assert_same(path.read_bytes(), good + b"more")
     mount.flush()
     assert_same(the_only(aside).read_bytes(), TORN)
+
+
+def test_other_names_keep_versions(mount: Mount, directory: Path, source: Path) -> None:
+    """What a killed writer left takes their place as any content does."""
+    path = directory / "train.log"
+    check_fpfs("policy", "set", directory, "versions=2", module=CTL)
+    path.write_bytes(GOOD)
+    mount.flush()
+    kill_in_the_middle(path, source)
+    mount.flush()
+    assert_same(path.read_bytes(), TORN)
+    (kept,) = (mount.root / ".fpfs/versions" / directory.name).iterdir()
+    assert_same(kept.read_bytes(), GOOD)
