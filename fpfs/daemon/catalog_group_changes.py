@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_attributes import copy_inode
-from fpfs.daemon.catalog_group_contents import UNCHANGED, mark_changed
+from fpfs.daemon.catalog_group_contents import (
+    NOT_THERE,
+    UNCHANGED,
+    content_at_commit_point,
+    mark_changed,
+)
 from fpfs.daemon.catalog_held import is_held
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, look_up, path_of, touch_directory
 from fpfs.daemon.catalog_schema import UNCOMMITTED_INO
-from fpfs.daemon.catalog_split import split_off
 from fpfs.daemon.catalog_trees import Entry, has_content, parent_of, remove_below, walk
 
 if TYPE_CHECKING:
@@ -156,7 +160,9 @@ class _RollBack:
         formers = {ino: former for ino, former, _mode in rows if former > 0}
         for ino, former, mode in rows:
             if former == UNCHANGED and ino in self._changed and stat.S_ISREG(mode):
-                formers[ino] = split_off(self._transaction, ino, nlink=0)
+                made = content_at_commit_point(self._transaction, self._group, ino)
+                if made != NOT_THERE:
+                    formers[ino] = made
         return formers
 
     def run(self) -> RolledBack:

@@ -53,16 +53,23 @@ def keep_former(transaction: Transaction, ino: int) -> None:
         "SELECT group_ino FROM group_members WHERE ino = ? AND former = ?", (ino, UNCHANGED)
     ).fetchall()
     for (group,) in rows:
-        former = (
-            NOT_THERE if _is_unfinished(transaction, ino) else split_off(transaction, ino, nlink=0)
-        )
-        if former == NOT_THERE:
-            _note_absence(transaction, group, ino)
+        former = content_at_commit_point(transaction, group, ino)
         transaction.execute(
             "UPDATE group_members SET former = ? WHERE ino = ? AND group_ino = ?",
             (former, ino, group),
         )
         mark_changed(transaction, group)
+
+
+def content_at_commit_point(transaction: Transaction, group: int, ino: int) -> int:
+    """Make an inode of what a file in a group has, which is about to change; returns it.
+
+    `NOT_THERE`: nothing of it was finished, and its names are noted to have been nobody's.
+    """
+    if not _is_unfinished(transaction, ino):
+        return split_off(transaction, ino, nlink=0)
+    _note_absence(transaction, group, ino)
+    return NOT_THERE
 
 
 def mark_changed(transaction: Transaction, group: int) -> None:

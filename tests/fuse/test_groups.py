@@ -622,3 +622,17 @@ def test_what_is_restored_in_a_group_is_a_change_of_it(own: Mount, committed: Pa
     check_fpfs("commit", committed, module=CTL)
     crash_and_mount(own)
     check(committed, BEFORE)
+
+
+def test_what_somebody_still_makes_is_no_part_of_it_when_keeper_and_server_die(
+    own: Mount, committed: Path
+) -> None:
+    own.allow_log("took over|server .* died")
+    fd = make(committed / "open.pt", NEW)
+    check_fpfs("commit", committed, module=CTL)
+    end_processes(own)
+    close_dead(fd)
+    own.mount()
+    own.flush()
+    check(committed, BEFORE)
+    check(uncommitted(own)[0], {"open.pt": NEW})
