@@ -17,6 +17,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from fpfs.core.directory_policy import VERSIONS_MAX
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_attributes import copy_inode
 from fpfs.daemon.catalog_group_contents import (
@@ -29,6 +30,7 @@ from fpfs.daemon.catalog_held import is_held
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, look_up, path_of, touch_directory
 from fpfs.daemon.catalog_schema import UNCOMMITTED_INO
 from fpfs.daemon.catalog_trees import Entry, has_content, parent_of, remove_below, walk
+from fpfs.daemon.catalog_versions import move, prune
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -185,6 +187,7 @@ class _RollBack:
                 self._exchange(entry)
         for entry in self._displaced:
             self._keep(entry)
+        self._settle_former_contents(rows)
         nlinks = self._count_names()
         begin(transaction, self._group)
         aside = self._asides.get(self._group, 0)
@@ -217,6 +220,17 @@ class _RollBack:
             "UPDATE names SET ino = ? WHERE cookie = ?", (self._formers[entry.ino], entry.cookie)
         )
         self._displaced.append(entry)
+
+    def _settle_former_contents(self, rows: Collection[Entry]) -> None:
+        """Let what a policy keeps of names that moved follow them back; that of new ones goes."""
+        places = {row.ino: (row.parent, row.name) for row in rows if row.ino}
+        new = {(row.parent, row.name) for row in rows if not row.ino}
+        for entry in self._displaced:
+            here = (entry.parent, entry.name)
+            if here in new and entry.ino in places:
+                move(self._transaction, here, places[entry.ino], count=VERSIONS_MAX)
+        for parent, name in new:
+            prune(self._transaction, parent, name, count=0)
 
     def _keep(self, entry: Entry) -> None:
         """Put aside what has content of what was displaced."""

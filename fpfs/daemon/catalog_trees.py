@@ -9,6 +9,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, touch_directory
+from fpfs.daemon.catalog_versions import prune
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -75,9 +76,10 @@ def parent_of(transaction: Transaction, directory: int) -> int:
 
 
 def remove_below(transaction: Transaction, entries: Collection[Entry], *, now_ns: int) -> None:
-    """Remove names with everything below them, which are among them."""
+    """Remove names, their former contents, and everything below them, which is among them."""
     for entry in entries:
         transaction.execute("DELETE FROM names WHERE cookie = ?", (entry.cookie,))
+        prune(transaction, entry.parent, entry.name, count=0)
         lost = "0" if entry.type == DIRECTORY_TYPE else "nlink - 1"
         transaction.execute(
             f"UPDATE inodes SET nlink = {lost}, ctime_ns = ? WHERE ino = ?", (now_ns, entry.ino)

@@ -211,6 +211,7 @@ class Server:
             # First, since they may be names in what is taken away then.
             await self._commit.put_names_back()
         taken = await work.run(with_handles=self._inherited is not None)
+        await self._versions.load()  # Some may have gone with what is in no group any more.
         deleted = await self._commit.recover(keep=taken.kept, took_over=self._took_over)
         self._controlled.recovered(
             RecoveryStatus(

@@ -636,3 +636,27 @@ def test_what_somebody_still_makes_is_no_part_of_it_when_keeper_and_server_die(
     own.flush()
     check(committed, BEFORE)
     check(uncommitted(own)[0], {"open.pt": NEW})
+
+
+def test_former_contents_go_with_what_a_crash_takes_away(own: Mount, committed: Path) -> None:
+    check_fpfs("policy", "set", own.root / "runs", "versions=2", module=CTL)
+    (committed / "small").write_bytes(OTHER)
+    check_fpfs("commit", committed, module=CTL)
+    (committed / "small").rename(committed / "moved")
+    (committed.parent / "other").mkdir()
+    for folder in (committed, committed / "more", committed.parent / "other"):
+        folder.mkdir(exist_ok=True)
+        for content in (NEW, OTHER, b""):
+            (folder / "new").write_bytes(content)
+            own.flush()
+    crash_and_mount(own)
+    check(committed, BEFORE | {"small": OTHER})
+    (group,) = (own.root / ".fpfs/versions/runs").iterdir()
+    assert sorted(os.listdir(group)) == ["small@1", "sub"]
+    assert (group / "small@1").read_bytes() == SMALL
+    shutil.rmtree(own.root / "runs")
+    own.flush()
+    assert used_bytes(own) == 0
+    own.unmount()
+    check_fpfs("fsck", *own.devices)
+    own.mount()
