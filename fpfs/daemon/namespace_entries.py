@@ -357,6 +357,11 @@ class Entries:
 
         changed: list[Changed] = []
 
+        def replaces(transaction: Transaction, entry: Name) -> None:
+            # What the name brings along was replaced before.
+            changed.append(self._versions.of_moved(transaction, source, destination))
+            changed.append(self._versions.of_replaced(transaction, *destination, entry))
+
         def rename(transaction: Transaction) -> Renamed:
             changed.clear()
             done = catalog_names.rename(
@@ -365,9 +370,7 @@ class Entries:
                 destination,
                 mode=mode,
                 now_ns=now_ns,
-                on_removed=lambda t, entry: changed.append(
-                    self._versions.of_replaced(t, *destination, entry)
-                ),
+                on_removed=replaces,
             )
             if mode is not RenameMode.EXCHANGE and not done.unchanged:
                 changed.append(self._versions.of_moved(transaction, source, destination))

@@ -335,3 +335,16 @@ def test_errno_of_a_former_content_that_is_gone(mount: Mount, kept: Path) -> Non
         path.unlink()
         assert errno_of(view.stat) == errno.errorcode[errno.ENOENT]
         assert reader.read() == content("a", 40_000), "who has it open keeps it"
+
+
+def test_what_a_rename_replaces_is_newer_than_what_comes_with_the_name(
+    mount: Mount, directory: Path
+) -> None:
+    keep(directory, 1)
+    path, temporary = directory / "model.pt", directory / "model.tmp"
+    path.write_bytes(b"before")
+    for data in (b"first try", b"second try"):
+        temporary.write_bytes(data)
+        check_fpfs("wait", temporary, module=CTL)
+    temporary.rename(path)
+    assert former(mount, path) == [b"before"]
