@@ -28,7 +28,7 @@ from fpfs.core.errors import FpfsError, InvalidOperation
 from fpfs.daemon import catalog_group_changes as changes
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_group_contents import CHANGED
-from fpfs.daemon.catalog_names import path_of, touch_directory
+from fpfs.daemon.catalog_names import DIRECTORY_TYPE, path_of, touch_directory
 from fpfs.daemon.catalog_policies import list_ancestors
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, UNCOMMITTED_INO
 from fpfs.daemon.catalog_trees import has_content, parent_of, remove_tree, walk
@@ -173,9 +173,16 @@ def commit_asked_for(
 
 
 def commit(transaction: Transaction, ino: int, *, now_ns: int) -> list[int]:
-    """Note that a group is complete; returns inodes that were kept for its last commit point."""
+    """Note that a group is complete; returns inodes that were kept for its last commit point.
+
+    What were groups in it, before it was one itself, are none any more.
+    """
+    freed: list[int] = []
+    for entry in list(walk(transaction, ino)):
+        if entry.type == DIRECTORY_TYPE and state_of(transaction, entry.ino) is not None:
+            freed += removed(transaction, entry.ino)
     _set_state(transaction, ino, State.COMMITTED, now_ns=now_ns)
-    return changes.begin(transaction, ino)
+    return freed + changes.begin(transaction, ino)
 
 
 def refuse_incomplete(transaction: Transaction, group: int, failed: Collection[int]) -> None:

@@ -660,3 +660,12 @@ def test_former_contents_go_with_what_a_crash_takes_away(own: Mount, committed: 
     own.unmount()
     check_fpfs("fsck", *own.devices)
     own.mount()
+
+
+def test_groups_in_what_becomes_a_group_are_part_of_it(own: Mount) -> None:
+    save(own.root / "runs/step_1")
+    set_group(own.root)
+    check_fpfs("commit", own.root / "runs", module=CTL)
+    assert own.status().uncommitted == ()
+    crash_and_mount(own)
+    check(own.root / "runs/step_1", contents())
