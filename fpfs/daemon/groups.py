@@ -136,17 +136,22 @@ class Groups:
 
         return renaming
 
-    async def wait_removable(self, parent: int, name: bytes) -> None:
-        """Return when a directory may be removed: a group goes after what was closed before."""
+    async def wait_removable(self, parent: int, name: bytes) -> bool:
+        """Return when a directory may be removed: a group goes after what was closed before.
+
+        Says whether it is one: then its removal is final at once, since it would be back empty.
+        """
         if not self._are_wanted:
-            return
+            return False
 
         def is_group(transaction: Transaction) -> bool:
             row = look_up(transaction, parent, name)
             return row is not None and catalog_groups.state_of(transaction, row.ino) is not None
 
-        if await self._catalog.read(is_group):
-            await self._commit.wait_queued()
+        if not await self._catalog.read(is_group):
+            return False
+        await self._commit.wait_queued()
+        return True
 
     async def let_go(self, freed: Sequence[int]) -> None:
         """Let inodes without a name be deleted that a group referred to and does not any more."""

@@ -255,9 +255,14 @@ class Entries:
         _check_place(parent, name)
         if self._requests.outcome(request) is not None:
             return
-        await self._groups.wait_removable(parent, name)
+        is_final = await self._groups.wait_removable(parent, name)
         await self._remove(
-            parent, name, catalog_names.remove_directory, directory_nlink_change=-1, request=request
+            parent,
+            name,
+            catalog_names.remove_directory,
+            directory_nlink_change=-1,
+            request=request,
+            is_final=is_final,
         )
 
     async def _remove(
@@ -268,8 +273,12 @@ class Entries:
         *,
         directory_nlink_change: int,
         request: int,
+        is_final: bool = False,
     ) -> None:
-        """Remove a name by a function of `catalog_names`; the inode goes when nothing uses it."""
+        """Remove a name by a function of `catalog_names`; the inode goes when nothing uses it.
+
+        `is_final`: power loss is not to bring it back, whatever was closed before.
+        """
         directory = await self._inodes.get(parent)
         now_ns = time.time_ns()
 
@@ -281,7 +290,7 @@ class Entries:
                 self._commit.name_removed(inode, mark=mark)
             return removed
 
-        inode, mark = await self._removal_mark(parent, name)
+        inode, mark = (None, 0) if is_final else await self._removal_mark(parent, name)
         changed: list[Changed] = []
 
         def on_removed(transaction: Transaction, entry: Name) -> None:

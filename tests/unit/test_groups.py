@@ -91,3 +91,29 @@ async def test_what_a_group_kept_is_deleted_whenever_that_is_let_go(tmp_path: Pa
         assert mount.inodes.count == before
         assert await mount.catalog.read(list_orphans) == []
         assert devices.objects == {}
+
+
+@trio.testing.trio_test
+async def test_a_group_that_was_removed_does_not_come_back_empty(tmp_path: Path) -> None:
+    """Its removal waits for what was closed before, and for nothing that came meanwhile."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount, trio.open_nursery() as nursery:
+        group = await make_group(mount, "group")
+        for name in ("before", "meanwhile", "group/file"):
+            await mount.write_file(name, b"")
+        await mount.groups.commit(group)
+        before, meanwhile = [(await mount.resolve(name)).ino for name in ("before", "meanwhile")]
+        mount.engine.hold_drains(of=(before, meanwhile))
+        await mount.namespace.entries.unlink(group, b"file")
+        await mount.write_file("before", bytes(LARGE))
+        nursery.start_soon(mount.namespace.entries.remove_directory, ROOT, b"group")
+        await trio.testing.wait_all_tasks_blocked()
+        await mount.write_file("meanwhile", bytes(LARGE))
+        await trio.testing.wait_all_tasks_blocked(2 * GATHER_S)
+        assert "group" in await mount.names("")
+        mount.engine.hold_drains(of=(meanwhile,))
+        await trio.testing.wait_all_tasks_blocked(2 * GATHER_S)
+        assert "group" not in await mount.names("")
+        assert not mount.commit.idle
+    async with rig(tmp_path, devices=devices) as mount:
+        assert "group" not in await mount.names("")
