@@ -537,7 +537,7 @@ class Commit:
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         for entry, version in zip(batch, versions, strict=True):
-            entry.inode.synced = not entry.last and entry.inode.writers > 0
+            entry.inode.synced = not entry.last
             self._now_current(version)
         await self._versions.follow(changed)
 
@@ -608,6 +608,8 @@ class Commit:
             self._failures.pop(inode.ino, None)
             if inode.pending == 1:
                 inode.killed_by = 0
+            if entry.snapshot is None and entry.last and not entry.killed_by:
+                inode.synced = False  # It was closed, and nothing was written since the sync.
         inode.lock.release()
         inode.pending -= 1
         if inode.pending == 0:

@@ -73,7 +73,6 @@ class Rig:
             is_whole=policy.is_whole,
             durable_within_s=durable_within_s,
         )
-        self.policies = Policies(self.catalog)
         self.groups = Groups(
             catalog=self.catalog, inodes=self.inodes, policies=self.policies, commit=self.commit
         )

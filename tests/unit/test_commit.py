@@ -15,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 
+from fpfs.core.control import FormerVersion, PolicyChange
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.catalog_attributes import Changes
@@ -627,3 +628,40 @@ async def test_what_was_closed_becomes_current_although_the_next_writer_is_kille
         (aside,) = await mount.names(".fpfs/partial") - {".", ".."}
         assert await mount.read_file(f".fpfs/partial/{aside}") == b"torn" + b"b" * (LARGE - 4)
         assert mount.commit.statistics().failures == ()
+
+
+@trio.testing.trio_test
+async def test_a_sync_that_a_close_overtakes_makes_no_version(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount, trio.open_nursery() as nursery:
+        await mount.policies.change(ROOT, PolicyChange(values={"versions": "1"}))
+        await mount.write_file("model", b"before")
+        await mount.commit.flush_all()
+        reader = await mount.open("model", flags=os.O_RDONLY)
+        writer = await mount.create("model", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.write(writer, 0, b"one")
+        mount.engine.hold_drains()
+        nursery.start_soon(mount.namespace.files.sync, reader)
+        await trio.testing.wait_all_tasks_blocked()
+        mount.engine.write(writer, 3, b"two")
+        mount.namespace.files.release(writer)
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert [each.size for each in await former(mount, b"model")] == [len(b"before")]
+        # What was closed is whole, also where its last bytes were synced before.
+        mount.engine.hold_drains()
+        writer = await mount.create("model", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.write(writer, 0, b"synced")
+        nursery.start_soon(mount.namespace.files.sync, reader)
+        await trio.testing.wait_all_tasks_blocked()
+        mount.namespace.files.release(writer)
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        await mount.write_file("model", b"the last")
+        await mount.commit.make_names_durable()
+        assert [each.size for each in await former(mount, b"model")] == [len(b"synced")]
+        mount.namespace.files.release(reader)
+
+
+async def former(mount: Rig, name: bytes) -> Sequence[FormerVersion]:
+    """The former contents of a name in the root."""
+    return (await mount.versions.show(ROOT, name)).versions
