@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fpfs.cli.fsck import progress_bar
+from fpfs.cli.show import ending_by_signal
 from fpfs.core.units import format_size
 from fpfs.daemon.offline.export import export
 
@@ -13,7 +14,7 @@ from fpfs.daemon.offline.export import export
 def run_export(places: Sequence[str], *, path: str) -> int:
     """Copy from all places but the last one into that; returns the exit status."""
     *devices, destination = places or [""]
-    with progress_bar() as bar:
+    with ending_by_signal(), progress_bar() as bar:
         done = export(devices, destination, subtree=path, progress=bar.update)
     for problem in done.problems:
         sys.stderr.write(f"fpfs: {problem}\n")

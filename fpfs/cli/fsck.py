@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from rich.progress import TaskID
 
-from fpfs.cli.show import byte_progress
+from fpfs.cli.show import byte_progress, ending_by_signal
 from fpfs.core.fsck import EXIT_NOT_CHECKED, CheckReport
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
@@ -21,7 +21,7 @@ Progressing = Callable[[int, int], None]
 def fsck(places: Sequence[str], *, repair: bool, data: bool, json: bool) -> int:
     """Check the mount at one place, or the device directories; returns the exit status."""
     try:
-        with progress_bar() as bar:
+        with ending_by_signal(), progress_bar() as bar:
             report = _check(places, Wishes(repair, data, bar.update))
     except Refused as refused:
         sys.stderr.write(f"fpfs: {refused}\n")

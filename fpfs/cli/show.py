@@ -5,8 +5,11 @@ Exit statuses: 0 done, 1 refused or something was not kept, 2 the arguments cann
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 from rich.console import Console
@@ -53,6 +56,20 @@ def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -
         sys.stderr.write(f"{app.name[0]}: interrupted\n")
         return EXIT_INTERRUPTED
     return int(status or 0)
+
+
+@contextlib.contextmanager
+def ending_by_signal() -> Iterator[None]:
+    """Let SIGTERM end the command as SIGINT does, with what it has made for a while taken away."""
+
+    def end(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_timeout(timeout_s: float | None) -> None:

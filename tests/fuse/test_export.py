@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fpfs.core.engine import BLOCK_BYTES
-from fpfs.testing.mounted import mounted, run_fpfs
+from fpfs.testing.mounted import check_fpfs, mounted, run_fpfs
+from tests.support.contents import random_bytes
 from tests.support.crash import close_dead
 from tests.support.damage import blocks_of, flip
-from tests.support.device_sets import SMALL, DeviceSet, fill, filled
+from tests.support.device_sets import LARGE_BYTES, SMALL, DeviceSet, fill, filled
+from tests.support.processes import run
 
 
 def export(*words: str | Path, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -223,3 +227,89 @@ def test_refusals(devices: DeviceSet, tmp_path: Path) -> None:
         done = export(mount.devices[0], tmp_path / "other")
         assert (done.returncode, done.stdout) == (1, "")
         assert "is in use at" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_ended_leaves_no_part_of_a_file_under_its_name(
+    devices: DeviceSet, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It ends itself when the first part of a file was copied."""
+    for folder in ("images", "copy"):
+        (tmp_path / folder).mkdir()
+    code = """if True:
+        import os, sys
+        from fpfs.cli import export, fsck
+        number, *places = sys.argv[1:]
+        fsck.ProgressBar.update = lambda bar, done, total: os.kill(os.getpid(), int(number))
+        export.run_export(places, path="")
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "images")}
+    command = [sys.executable, "-c", code, str(int(number)), *devices.words, str(tmp_path / "copy")]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode != 0
+    if number is not signal.SIGKILL:
+        assert list((tmp_path / "images").iterdir()) == []
+    left = {path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()}
+    assert left == {"small"} | ({"other.damaged"} if number is signal.SIGKILL else set())
+
+
+def test_what_is_damaged_takes_nobody_s_name(tmp_path: Path) -> None:
+    with mounted(devices=2) as mount:
+        for name in ("a", "a.damaged", "b.damaged", "b"):
+            (mount.root / name).write_bytes(random_bytes(200_000, seed=len(name)))
+        mount.flush()
+        flipped = [blocks_of(mount, mount.root / name)[0] for name in ("a", "b")]
+        mount.unmount()
+        for block in flipped:
+            flip(block.path, block.offset + 7)
+        done = export(*mount.devices, tmp_path / "copy")
+    assert done.returncode == 4
+    assert "left out" not in done.stderr
+    copy = tmp_path / "copy"
+    names = {"a.damaged", "a.damaged1", "b.damaged", "b.damaged1"}
+    assert {path.name for path in copy.iterdir()} == names
+    for name in ("a.damaged", "b.damaged"):
+        assert (copy / name).read_bytes() == random_bytes(200_000, seed=len(name))
+
+
+@pytest.mark.root
+def test_a_destination_that_cannot_have_owners_gets_the_contents(
+    devices: DeviceSet, tmp_path: Path
+) -> None:
+    ino = devices.ino("other")
+    mode = stat.S_IFREG | 0o6755
+    devices.change(("UPDATE inodes SET mode = ?, uid = 12, gid = 34 WHERE ino = ?", [mode, ino]))
+    done = export(*devices.devices, tmp_path / "copy", prefix=["setpriv", "--bounding-set=-chown"])
+    assert done.returncode == 4
+    assert done.stderr == (
+        f"fpfs: folder/other: its owner cannot be set: {os.strerror(errno.EPERM)}\n"
+    )
+    found = (tmp_path / "copy" / "folder" / "other").stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (0, 0o755)
+    assert (tmp_path / "copy" / "folder" / "other").read_bytes() == random_bytes(
+        LARGE_BYTES // 2, seed=2
+    )
+
+
+@pytest.mark.root
+def test_a_destination_that_is_full_is_named(devices: DeviceSet, tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", place)
+    try:
+        done = export(*devices.devices, place / "copy")
+        left = [path.name for path in place.rglob("*") if path.is_file()]
+    finally:
+        run("umount", place)
+    assert done.returncode == 1
+    assert f"{place / 'copy'}: {os.strerror(errno.ENOSPC)}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "large" not in left
+
+
+def test_nothing_is_copied_into_a_device(devices: DeviceSet) -> None:
+    before = devices.hashes()
+    done = export(*devices.devices, devices.devices[1] / "objects" / "copy")
+    assert done.returncode == 1
+    assert f"lies in the device directory {devices.devices[1]}" in done.stderr
+    assert devices.hashes() == before

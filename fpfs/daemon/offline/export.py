@@ -3,13 +3,14 @@
 What is copied is what a mount would show: names, permissions, times, extended attributes, symbolic
 and hard links, holes, and owners where the caller may set them. Every block is compared with its
 checksum. A file of which a block is lost is there under its name with `.damaged` behind it, with
-zeros in place of what is lost.
+zeros in place of what is lost; so is one that is being copied.
 
 Invariants:
   * Nothing on the devices is changed.
   * Nothing is made outside of the destination: every name is checked, and made in a directory that
     this program has open, never through a symbolic link.
-  * A file has its own name only when all of it was copied and fitted its checksums.
+  * A file has its own name only when all of it was copied and fitted its checksums, whatever ends
+    the copy.
 
 Concurrency: plain blocking functions of one thread.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +29,7 @@ from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Exported
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN
 from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX
+from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, row_crc
 from fpfs.daemon.devices import find_devices
@@ -42,10 +45,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fpfs.core.layout import Run
+    from fpfs.daemon.devices import DeviceSet
 
 DAMAGED_SUFFIX = b".damaged"
 DEPTH_MAX = 1_000
 """Directories within each other that are followed; each is open while what is in it is copied."""
+
+NO_LINK = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENAMETOOLONG, errno.EXDEV}
+)
+"""What a destination says that cannot have a link: there is a copy instead."""
+
+ENDING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""What a destination says that takes nothing more."""
 
 
 class _Inode(NamedTuple):
@@ -60,6 +72,19 @@ class _Inode(NamedTuple):
     mtime_ns: int
     rdev: int
     target: bytes | None
+
+
+class _Folder(NamedTuple):
+    """A directory under way: its inode (0: none), and where what is in it is copied to."""
+
+    ino: int
+    fd: int
+    path: bytes
+    depth: int
+
+    def path_of(self, name: bytes) -> bytes:
+        """Where an entry is in the destination."""
+        return self.path + b"/" + name if self.path else name
 
 
 def export(
@@ -85,6 +110,7 @@ def export(
         devices = stack.enter_context(find_devices(paths, asked=asked))
         folder = stack.enter_context(image_folder(asked))
         image = open_image(devices, folder, asked=asked)
+        _check_outside(destination, devices, asked=asked)
         destination_fd = _open_destination(destination, asked=asked)
         stack.callback(os.close, destination_fd)
         notes = []
@@ -103,10 +129,37 @@ def export(
         objects = Objects(devices.devices)
         stack.callback(objects.close)
         copy = _Export(image.connection, objects, progress)
-        with refusing_image(asked):
+        with refusing_image(asked), _refusing_destination(destination, asked=asked):
             ino = copy.find(subtree, asked=asked)
             copy.run(ino, os.path.basename(os.fsencode(subtree).rstrip(b"/")), destination_fd)
         return copy.result(notes)
+
+
+@contextlib.contextmanager
+def _refusing_destination(path: str, *, asked: str) -> Iterator[None]:
+    """Turn the error of a destination that takes nothing more into `Refused`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ENDING:
+            raise
+        raise Refused(
+            asked=asked,
+            wrong=f"{path}: {error.strerror}; what is there under its own name is whole",
+            remedy="export to a larger one, or less at a time with --path",
+        ) from error
+
+
+def _check_outside(destination: str, devices: DeviceSet, *, asked: str) -> None:
+    """Refuse a destination on the devices, where nothing is changed."""
+    place = os.path.realpath(destination)
+    for device in devices.devices:
+        if is_below(place, device.path):
+            raise Refused(
+                asked=asked,
+                wrong=f"the destination lies in the device directory {device.path}",
+                remedy="name a directory elsewhere",
+            )
 
 
 def _open_destination(path: str, *, asked: str) -> int:
@@ -189,10 +242,10 @@ class _Export:
         self._destination_fd = destination_fd
         if inode is not None and stat.S_ISDIR(inode.mode):
             self._directories_seen.add(ino)
-            self._copy_entries(ino, destination_fd, b"", depth=0)
+            self._copy_entries(_Folder(ino, destination_fd, b"", depth=0))
             self._set_attributes(destination_fd, inode, b".")
         else:
-            self._copy(ino, name, destination_fd, b"", depth=0)
+            self._copy(ino, name, _Folder(0, destination_fd, b"", depth=0))
 
     def _problem(self, path: bytes, text: str) -> None:
         self._problems.append(f"{show_name(path)}: {text}")
@@ -205,18 +258,18 @@ class _Export:
         ).fetchone()
         return None if row is None else _Inode._make(row)
 
-    def _copy_entries(self, ino: int, folder_fd: int, path: bytes, *, depth: int) -> None:
+    def _copy_entries(self, folder: _Folder) -> None:
         entries = self._connection.execute(
-            "SELECT name, ino FROM names WHERE parent = ? ORDER BY cookie", (ino,)
+            "SELECT name, ino FROM names WHERE parent = ? ORDER BY cookie", (folder.ino,)
         )
         while batch := entries.fetchmany(1000):
             for name, child in batch:
-                if ino == ROOT_INO and child == FPFS_INO and name == b".fpfs":
+                if folder.ino == ROOT_INO and child == FPFS_INO and name == b".fpfs":
                     continue
-                self._copy(child, name, folder_fd, path, depth=depth)
+                self._copy(child, name, folder)
 
-    def _copy(self, ino: int, name: bytes, folder_fd: int, above: bytes, *, depth: int) -> None:
-        path = above + b"/" + name if above else name
+    def _copy(self, ino: int, name: bytes, folder: _Folder) -> None:
+        path = folder.path_of(name)
         if not is_name(name):
             self._problem(path, "left out: this is no name of a file")
             return
@@ -225,77 +278,99 @@ class _Export:
             self._problem(path, f"left out: its inode {ino} is not there")
             return
         try:
-            self._make(inode, name, folder_fd, path, depth=depth)
+            if not self._link(inode, name, folder):
+                self._make(inode, name, folder)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            if error.errno in ENDING:
                 raise
             self._problem(path, f"left out: {error.strerror}")
 
-    def _make(self, inode: _Inode, name: bytes, folder_fd: int, path: bytes, *, depth: int) -> None:
-        """Make one thing in the destination. Raises OSError."""
-        if inode.ino in self._links:
-            if inode.ino in self._damaged:
-                self._problem(path, "damaged, as its other name is")
-                name = _damaged_name(name)
+    def _link(self, inode: _Inode, name: bytes, folder: _Folder) -> bool:
+        """Link what was copied under another name. False: it was not, or cannot be linked."""
+        first = self._links.get(inode.ino)
+        if first is None:
+            return False
+        path = folder.path_of(name)
+        if inode.ino in self._damaged:
+            self._problem(path, "damaged, as its other name is")
+            name = self._damaged_name(name, folder)
+        try:
             os.link(
-                self._links[inode.ino],
+                first,
                 name,
                 src_dir_fd=self._destination_fd,
-                dst_dir_fd=folder_fd,
+                dst_dir_fd=folder.fd,
                 follow_symlinks=False,
             )
-            return
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+            self._problem(path, f"a copy, and no link: {error.strerror}")
+            return False
+        return True
+
+    def _make(self, inode: _Inode, name: bytes, folder: _Folder) -> None:
+        """Make one thing in the destination. Raises OSError."""
+        path = folder.path_of(name)
         match stat.S_IFMT(inode.mode):
             case stat.S_IFDIR:
-                self._make_directory(inode, name, folder_fd, path, depth=depth)
+                self._make_directory(inode, name, folder)
                 return
             case stat.S_IFREG:
-                path = self._make_file(inode, name, folder_fd, path)
+                path = self._make_file(inode, name, folder)
                 self._files += 1
             case stat.S_IFLNK:
-                os.symlink(inode.target or b"", name, dir_fd=folder_fd)
-                self._set_link_attributes(inode, name, folder_fd)
+                os.symlink(inode.target or b"", name, dir_fd=folder.fd)
+                self._set_link_attributes(inode, name, folder)
                 self._others += 1
             case stat.S_IFIFO | stat.S_IFSOCK | stat.S_IFCHR | stat.S_IFBLK:
-                self._make_node(inode, name, folder_fd)
+                self._make_node(inode, name, folder)
                 self._others += 1
             case _:
                 raise OSError(errno.EINVAL, f"its mode {inode.mode:o} is impossible")
         self._links[inode.ino] = os.fsdecode(path)
 
-    def _make_directory(
-        self, inode: _Inode, name: bytes, folder_fd: int, path: bytes, *, depth: int
-    ) -> None:
+    def _make_directory(self, inode: _Inode, name: bytes, folder: _Folder) -> None:
         if inode.ino in self._directories_seen:
             raise OSError(errno.ELOOP, f"directory inode {inode.ino} was copied already")
-        if depth >= DEPTH_MAX:
+        if folder.depth >= DEPTH_MAX:
             raise OSError(errno.ELOOP, f"more than {DEPTH_MAX} directories within each other")
         self._directories_seen.add(inode.ino)
-        os.mkdir(name, 0o700, dir_fd=folder_fd)
+        os.mkdir(name, 0o700, dir_fd=folder.fd)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, dir_fd=folder_fd)
+        descriptor = os.open(name, flags, dir_fd=folder.fd)
+        path = folder.path_of(name)
         try:
-            self._copy_entries(inode.ino, descriptor, path, depth=depth + 1)
+            self._copy_entries(_Folder(inode.ino, descriptor, path, folder.depth + 1))
             self._set_attributes(descriptor, inode, path)
         finally:
             os.close(descriptor)
         self._directories += 1
 
-    def _make_node(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
-        os.mknod(name, stat.S_IFMT(inode.mode) | 0o600, inode.rdev, dir_fd=folder_fd)
-        if self._sets_owners:
-            os.chown(name, inode.uid, inode.gid, dir_fd=folder_fd, follow_symlinks=False)
-        os.chmod(name, stat.S_IMODE(inode.mode), dir_fd=folder_fd)
-        self._set_times(inode, name, folder_fd)
+    def _make_node(self, inode: _Inode, name: bytes, folder: _Folder) -> None:
+        os.mknod(name, stat.S_IFMT(inode.mode) | 0o600, inode.rdev, dir_fd=folder.fd)
+        self._set_link_attributes(inode, name, folder)
+        with self._noting(folder.path_of(name), "its permissions"):
+            os.chmod(name, stat.S_IMODE(inode.mode), dir_fd=folder.fd)
 
-    def _set_link_attributes(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
+    def _set_link_attributes(self, inode: _Inode, name: bytes, folder: _Folder) -> None:
+        """Owner and times of what is not opened."""
+        path = folder.path_of(name)
         if self._sets_owners:
-            os.chown(name, inode.uid, inode.gid, dir_fd=folder_fd, follow_symlinks=False)
-        self._set_times(inode, name, folder_fd)
+            with self._noting(path, "its owner"):
+                os.chown(name, inode.uid, inode.gid, dir_fd=folder.fd, follow_symlinks=False)
+        with self._noting(path, "its times"):
+            times = (inode.atime_ns, inode.mtime_ns)
+            os.utime(name, ns=times, dir_fd=folder.fd, follow_symlinks=False)
 
-    def _set_times(self, inode: _Inode, name: bytes, folder_fd: int) -> None:
-        times = (inode.atime_ns, inode.mtime_ns)
-        os.utime(name, ns=times, dir_fd=folder_fd, follow_symlinks=False)
+    @contextlib.contextmanager
+    def _noting(self, path: bytes, what: str) -> Iterator[None]:
+        """Note what a destination cannot have of an attribute: contents matter more."""
+        try:
+            yield
+        except (OSError, OverflowError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            self._problem(path, f"{what} cannot be set: {why}")
 
     def _set_attributes(self, descriptor: int, inode: _Inode, path: bytes) -> None:
         """Owner, permissions, extended attributes and times, in the order that keeps them all."""
@@ -303,32 +378,38 @@ class _Export:
             "SELECT name, value FROM xattrs WHERE ino = ?", (inode.ino,)
         ).fetchall()
         for name, value in rows:
-            try:
+            with self._noting(path, f"its attribute {show_name(name)}"):
                 os.setxattr(descriptor, name, value)
-            except (OSError, ValueError) as error:
-                why = getattr(error, "strerror", None) or str(error)
-                self._problem(path, f"its attribute {show_name(name)} cannot be set: {why}")
         permissions = stat.S_IMODE(inode.mode)
+        has_owner = False
         if self._sets_owners:
-            os.fchown(descriptor, inode.uid, inode.gid)
-        else:
+            with self._noting(path, "its owner"):
+                os.fchown(descriptor, inode.uid, inode.gid)
+                has_owner = True
+        if not has_owner:
             # For another owner these would mean something else.
             permissions &= ~(stat.S_ISUID | stat.S_ISGID)
-        os.fchmod(descriptor, permissions)
-        os.utime(descriptor, ns=(inode.atime_ns, inode.mtime_ns))
+        with self._noting(path, "its permissions"):
+            os.fchmod(descriptor, permissions)
+        with self._noting(path, "its times"):
+            os.utime(descriptor, ns=(inode.atime_ns, inode.mtime_ns))
 
-    def _make_file(self, inode: _Inode, name: bytes, folder_fd: int, path: bytes) -> bytes:
+    def _make_file(self, inode: _Inode, name: bytes, folder: _Folder) -> bytes:
         """Copy a file; returns the path that it has."""
         if not 0 <= inode.size <= FILE_BYTES_MAX:
             raise OSError(errno.EFBIG, f"its size {inode.size} is impossible")
+        path = folder.path_of(name)
+        made = self._damaged_name(name, folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, 0o600, dir_fd=folder_fd)
+        descriptor = os.open(made, flags, 0o600, dir_fd=folder.fd)
         try:
             damage = self._copy_content(inode, descriptor)
             os.ftruncate(descriptor, inode.size)
             self._set_attributes(descriptor, inode, path)
-        except OSError:
-            os.unlink(name, dir_fd=folder_fd)  # a part must not be taken for the file
+            if not damage:
+                _rename(made, name, folder.fd)
+        except BaseException:
+            os.unlink(made, dir_fd=folder.fd)
             raise
         finally:
             os.close(descriptor)
@@ -337,9 +418,19 @@ class _Export:
         for text in damage:
             self._problem(path, text)
         self._damaged.add(inode.ino)
-        damaged = _damaged_name(name)
-        _rename_aside(name, damaged, folder_fd)
-        return path[: len(path) - len(name)] + damaged
+        return folder.path_of(made)
+
+    def _damaged_name(self, name: bytes, folder: _Folder) -> bytes:
+        """A name for what is not whole, which nothing has or is to have."""
+        for number in itertools.count():
+            suffix = DAMAGED_SUFFIX + (b"%d" % number if number else b"")
+            damaged = name[: NAME_BYTES_MAX - len(suffix)] + suffix
+            row = self._connection.execute(
+                "SELECT 1 FROM names WHERE parent = ? AND name = ?", (folder.ino, damaged)
+            ).fetchone()
+            if row is None and not _is_there(damaged, folder.fd):
+                return damaged
+        raise AssertionError("numbers do not end")
 
     def _copy_content(self, inode: _Inode, descriptor: int) -> list[str]:
         """Copy what a file holds; returns what of it is lost, in words."""
@@ -444,10 +535,6 @@ def _write_data(descriptor: int, content: bytes, offset: int) -> None:
             done += os.pwrite(descriptor, rest, offset + done)
 
 
-def _damaged_name(name: bytes) -> bytes:
-    return name[: NAME_BYTES_MAX - len(DAMAGED_SUFFIX)] + DAMAGED_SUFFIX
-
-
 def _lost_lines(lost: Sequence[tuple[int, int, str]]) -> Iterator[str]:
     """Lines for ranges of bytes (begin, end, why) in order, those that adjoin as one."""
     first = 0
@@ -457,7 +544,16 @@ def _lost_lines(lost: Sequence[tuple[int, int, str]]) -> Iterator[str]:
             first = i + 1
 
 
-def _rename_aside(name: bytes, damaged: bytes, folder_fd: int) -> None:
-    """Rename without replacing: the link comes first, and fails where there is such a name."""
-    os.link(name, damaged, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
-    os.unlink(name, dir_fd=folder_fd)
+def _is_there(name: bytes, folder_fd: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _rename(made: bytes, name: bytes, folder_fd: int) -> None:
+    """Rename without replacing: who exports has the destination for himself."""
+    if _is_there(name, folder_fd):
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.rename(made, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
