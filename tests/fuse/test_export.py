@@ -313,3 +313,35 @@ def test_nothing_is_copied_into_a_device(devices: DeviceSet) -> None:
     assert done.returncode == 1
     assert f"lies in the device directory {devices.devices[1]}" in done.stderr
     assert devices.hashes() == before
+
+
+def test_after_a_crash_only_what_a_mount_would_show_is_copied(tmp_path: Path) -> None:
+    with mounted(devices=2) as mount:
+        (mount.root / "groups").mkdir()
+        check_fpfs("policy", "set", mount.root / "groups", "commit=group", module="fpfs.cli.ctl")
+        for name in ("whole", "part"):
+            (mount.root / "groups" / name).mkdir()
+            (mount.root / "groups" / name / "shard").write_bytes(b"x" * 100_000)
+        check_fpfs("commit", mount.root / "groups" / "whole", module="fpfs.cli.ctl")
+        unfinished = os.open(mount.root / "new.pt", os.O_WRONLY | os.O_CREAT)
+        mount.flush()
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        mount.tear_down()
+        close_dead(unfinished)
+        mount.remove_arena()
+        done = export(*mount.devices, tmp_path / "copy")
+        taken = export("--path", ".fpfs/uncommitted", *mount.devices, tmp_path / "taken")
+        mount.allow_log("was not committed|was made and never finished")
+        mount.mount()
+        expected = {path.relative_to(mount.root) for path in mount.root.rglob("*")}
+    assert (done.returncode, taken.returncode) == (0, 0)
+    found = {path.relative_to(tmp_path / "copy") for path in (tmp_path / "copy").rglob("*")}
+    assert found == expected
+    assert Path("groups/whole/shard") in found
+    assert Path("groups/part") not in found
+    assert (
+        "note: group groups/part was not committed: what was written is copied with" in done.stderr
+    )
+    assert "note: new.pt was made and never finished: it is left out" in done.stderr
+    (shard,) = (tmp_path / "taken").rglob("shard")
+    assert shard.read_bytes() == b"x" * 100_000

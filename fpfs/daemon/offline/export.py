@@ -33,6 +33,7 @@ from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, row_crc
 from fpfs.daemon.devices import find_devices
+from fpfs.daemon.offline.after_crash import see_to_it
 from fpfs.daemon.offline.contents import SegmentRow
 from fpfs.daemon.offline.findings import show_name
 from fpfs.daemon.offline.fsck import image_folder, open_image, refusing_image
@@ -126,6 +127,8 @@ def export(
             )
         stack.callback(image.close)
         notes += [f"catalog {path} is not used: {why}" for path, why in image.troubles.items()]
+        with refusing_image(asked):
+            notes += see_to_it(image.connection)
         objects = Objects(devices.devices)
         stack.callback(objects.close)
         copy = _Export(image.connection, objects, progress)
