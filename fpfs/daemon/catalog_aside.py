@@ -29,8 +29,8 @@ from fpfs.daemon.catalog_contents import (
     store_segment,
     store_snapshot,
 )
-from fpfs.daemon.catalog_names import touch_directory
-from fpfs.daemon.catalog_schema import PARTIAL_INO, ROOT_INO
+from fpfs.daemon.catalog_names import path_of, touch_directory
+from fpfs.daemon.catalog_schema import PARTIAL_INO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,17 +179,8 @@ def _drop_earlier(transaction: Transaction, path: bytes) -> list[int]:
 
 def _path_of(transaction: Transaction, parent: int, name: bytes) -> bytes:
     """Return the path of a name, from the root of the filesystem."""
-    parts = [name]
-    while parent != ROOT_INO:
-        (above,) = transaction.execute(
-            "SELECT parent FROM inodes WHERE ino = ?", (parent,)
-        ).fetchone()
-        (directory,) = transaction.execute(
-            "SELECT name FROM names WHERE parent = ? AND ino = ?", (above, parent)
-        ).fetchone()
-        parts.append(directory)
-        parent = above
-    return b"/".join(reversed(parts))
+    above = path_of(transaction, parent)
+    return above + b"/" + name if above else name
 
 
 def aside_name(name: bytes, ino: int, now_ns: int) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from fpfs.core.errors import DamagedData
 from fpfs.daemon.catalog_names import DIRECTORY_TYPE, touch_directory
 from fpfs.daemon.catalog_versions import prune
 
@@ -28,8 +29,12 @@ class Entry(NamedTuple):
 
 
 def walk(transaction: Transaction, directory: int) -> Iterator[Entry]:
-    """Yield all names below a directory, those of a directory before those in it."""
+    """Yield all names below a directory, those of a directory before those in it.
+
+    Each directory once, although a damaged catalog may have them in a circle.
+    """
     todo = [directory]
+    seen = {directory}
     while todo:
         rows = transaction.execute(
             "SELECT cookie, parent, name, ino, type FROM names WHERE parent = ?", (todo.pop(),)
@@ -37,7 +42,8 @@ def walk(transaction: Transaction, directory: int) -> Iterator[Entry]:
         for row in rows:
             entry = Entry._make(row)
             yield entry
-            if entry.type == DIRECTORY_TYPE:
+            if entry.type == DIRECTORY_TYPE and entry.ino not in seen:
+                seen.add(entry.ino)
                 todo.append(entry.ino)
 
 
@@ -48,10 +54,8 @@ def has_content(
     for entry in entries:
         if entry.type != stat.S_IFREG >> 12:
             continue
-        (size,) = transaction.execute(
-            "SELECT size FROM inodes WHERE ino = ?", (entry.ino,)
-        ).fetchone()
-        if size or entry.ino in changed:
+        row = transaction.execute("SELECT size FROM inodes WHERE ino = ?", (entry.ino,)).fetchone()
+        if (row and row[0]) or entry.ino in changed:
             return True
     return False
 
@@ -68,11 +72,11 @@ def remove_tree(
 
 
 def parent_of(transaction: Transaction, directory: int) -> int:
-    """Return the directory that a directory is in."""
-    (parent,) = transaction.execute(
-        "SELECT parent FROM inodes WHERE ino = ?", (directory,)
-    ).fetchone()
-    return int(parent)
+    """Return the directory that a directory is in. Raises `DamagedData` when it is not there."""
+    row = transaction.execute("SELECT parent FROM inodes WHERE ino = ?", (directory,)).fetchone()
+    if row is None:
+        raise DamagedData(f"directory inode {directory} is not in the catalog: run fpfs fsck")
+    return int(row[0])
 
 
 def remove_below(transaction: Transaction, entries: Collection[Entry], *, now_ns: int) -> None:

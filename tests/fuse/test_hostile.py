@@ -274,6 +274,21 @@ def a_circle(devices: DeviceSet) -> None:
     )
 
 
+def an_unfinished_file_in_a_circle(devices: DeviceSet) -> None:
+    a_circle(devices)
+    devices.change(("UPDATE inodes SET unfinished = 1 WHERE ino = ?", [devices.ino("small")]))
+
+
+def a_group_in_a_circle(devices: DeviceSet) -> None:
+    a_circle(devices)
+    devices.change(("INSERT INTO groups VALUES (?, 0, 0, x'', 0)", [devices.ino("folder")]))
+
+
+def a_group_of_nothing(devices: DeviceSet) -> None:
+    devices.change(("INSERT INTO groups VALUES (?, 0, 0, x'', 0)", [devices.ino("folder")]))
+    devices.change(("DELETE FROM inodes WHERE ino = ?", [devices.ino("other")]))
+
+
 def a_trigger(devices: DeviceSet) -> None:
     devices.change(
         "CREATE TRIGGER t AFTER UPDATE ON inodes BEGIN DELETE FROM names; END",
@@ -328,6 +343,9 @@ def absurd_sums(devices: DeviceSet) -> None:
         names_that_are_paths,
         no_mode,
         a_circle,
+        an_unfinished_file_in_a_circle,
+        a_group_in_a_circle,
+        a_group_of_nothing,
         a_trigger,
         a_view,
         no_table,
