@@ -29,6 +29,7 @@ STAGING_BYTES_DEFAULT_MAX = 1024**3
 DEPTH_MAX = 1024
 RECEIVERS_MAX = 64
 RECEIVERS_DEFAULT_MAX = 8
+DIGITS_MAX = 9
 
 
 class Backend(enum.StrEnum):
@@ -200,6 +201,12 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice:
 def _count(name: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal()):
         raise Refused(asked=f"{name}={value}", wrong="this is not a number", remedy="write digits")
+    if len(value) > DIGITS_MAX:
+        raise Refused(
+            asked=f"{name}={value}",
+            wrong="this number is far too large",
+            remedy=f"write at most {DIGITS_MAX} digits",
+        )
     return int(value)
 
 

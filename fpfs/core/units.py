@@ -7,22 +7,25 @@ are shown in powers of 1000, since device makers and fio's MB/s count so.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from fpfs.core.refusal import Refused
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(?:i?B)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?)(?:i?B)?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+SIZE_BYTES_MAX = 2**63 - 1
+"""What the kernel counts sizes in."""
 
 
 def parse_size_bytes(text: str, *, name: str) -> int:
     """Bytes of a size such as ``4096``, ``64K``, ``1.5GiB``; `name` is the option for the message.
 
-    Raises `Refused` for anything else, fractions of a byte included.
+    Raises `Refused` for anything else, fractions of a byte and absurd numbers included.
     """
     match = _SIZE.fullmatch(text)
     if match is not None:
-        size = float(match[1]) * 1024 ** _POWERS[match[2].upper()]
-        if size == int(size):
+        size = Fraction(match[1]) * 1024 ** _POWERS[match[2].upper()]
+        if size.denominator == 1 and size <= SIZE_BYTES_MAX:
             return int(size)
     raise Refused(
         asked=f"{name}={text}",

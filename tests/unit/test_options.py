@@ -28,6 +28,7 @@ def test_every_option_can_be_given() -> None:
         [
             "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3,idle=deep",
             "checksums=off,device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
+            "whole=*.a:*.b,degraded",
         ]
     )
     assert options == MountOptions(
@@ -42,8 +43,10 @@ def test_every_option_can_be_given() -> None:
         devices=("/a", "/b"),
         log="/l",
         source="/a:/b",
+        whole=("*.a", "*.b"),
         allow_other=True,
         adopt=True,
+        degraded=True,
         kernel=("ro", "nosuid"),
     )
 
@@ -122,6 +125,7 @@ def test_two_values_of_one_option_are_refused(first: str, second: str) -> None:
         ("receivers=0", r"receivers=0: 1 to 64 threads receive writes; take 1"),
         ("depth=-1", r"depth=-1: this is not a number"),
         ("depth=9999", r"depth=9999: the depth"),
+        (f"depth={'9' * 5000}", r"depth=9+: this number is far too large; write at most 9 digits"),
         ("chunk", r"-o chunk: chunk needs a value; write chunk=1M$"),
         ("device", r"-o device: device needs a value; write device=/nvme0/fpfs$"),
         ("adopt=1", r"-o adopt=1: adopt takes no value; write adopt$"),

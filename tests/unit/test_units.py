@@ -31,6 +31,13 @@ def test_other_sizes_are_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "1" + "0" * 30, str(2**63), "8192P"])
+def test_absurd_sizes_are_refused(text: str) -> None:
+    with pytest.raises(Refused, match=r"^staging=.*not a size in whole bytes"):
+        parse_size_bytes(text, name="staging")
+    assert parse_size_bytes(str(2**63 - 1), name="staging") == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [
