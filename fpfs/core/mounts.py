@@ -6,6 +6,7 @@ Touching a path below a mount could wait for a server that hangs; reading mounti
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +32,20 @@ class MountEntry(NamedTuple):
         """Whether fpfs is mounted here."""
         return self.filesystem_type == FILESYSTEM_TYPE
 
+    @property
+    def owner(self) -> str:
+        """The name of the user who mounted, or the number of one without a name."""
+        try:
+            return pwd.getpwuid(self.owner_uid).pw_name
+        except KeyError:
+            return str(self.owner_uid)
+
 
 def parse_mountinfo(text: str) -> list[MountEntry]:
     """Entries of a mountinfo text (proc_pid_mountinfo(5)), in mount order."""
     entries = []
-    for line in text.splitlines():
+    # Not splitlines(): a path may hold what else ends lines in Unicode.
+    for line in filter(None, text.split("\n")):
         fields, _, tail = line.partition(" - ")
         mount_id, _parent, device, _root, mountpoint, *_ = fields.split(" ")
         filesystem_type, source, options, *_ = tail.split(" ")
@@ -59,7 +69,7 @@ def _unescape(field: str) -> str:
 
 def mount_table() -> list[MountEntry]:
     """The mounts that this process sees, in mount order."""
-    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
+    return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
 def resolve_mountpoint(path: str) -> str:

@@ -50,3 +50,9 @@ def test_a_mountpoint_itself_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     (folder / "inner").symlink_to("/nowhere")
     assert resolve_mountpoint(str(tmp_path / "link" / "inner")) == str(folder / "inner")
+
+
+def test_a_path_may_hold_what_ends_lines_elsewhere() -> None:
+    path = "/mnt/a\x0bb\x0cc\x1cd\x85e\u2028f"
+    (entry,) = parse_mountinfo(f"91 27 0:62 / {path} rw - fuse.fpfs fpfs rw,user_id=0\n")
+    assert entry.mountpoint == path
