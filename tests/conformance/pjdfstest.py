@@ -138,6 +138,8 @@ def collect(built: Path, only: Sequence[str]) -> list[Path]:
         tests = [
             test for test in tests if f"{test.parent.name}/{test.name}".startswith(tuple(only))
         ]
+        if not tests:
+            raise SystemExit(f"no file of the suite begins with {' or '.join(only)}")
     return tests
 
 

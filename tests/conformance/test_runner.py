@@ -8,6 +8,8 @@ import pytest
 
 from tests.conformance.pjdfstest import (
     EXPECTED_FAILURES,
+    FILES_MIN,
+    collect,
     compare,
     expected_failures,
     run_suite,
@@ -79,3 +81,12 @@ def test_expected_failures_carry_reasons() -> None:
     for line in EXPECTED_FAILURES.read_text().splitlines():
         if line.startswith("- `"):
             assert expected_failures(line), f"{line!r} has no reason or cannot be read"
+
+
+def test_a_choice_of_nothing_is_refused(tmp_path: Path) -> None:
+    """No file, no failure: that must not look like success."""
+    make_suite(tmp_path, **{f"t{number}": "" for number in range(FILES_MIN)})
+    (tmp_path / "pjdfstest").touch(mode=0o755)
+    assert len(collect(tmp_path, ["made/t1"])) > 1
+    with pytest.raises(SystemExit, match="no file of the suite begins with mad/"):
+        collect(tmp_path, ["mad/"])
