@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import mmap
 import os
 import random
@@ -265,7 +266,8 @@ class Soak:
         hole = os.lseek(self.fd, offset, os.SEEK_HOLE)
         try:
             data = os.lseek(self.fd, hole, os.SEEK_DATA)
-        except OSError:
+        except OSError as error:
+            assert error.errno == errno.ENXIO
             data = len(self.content)
         assert not any(self.content[hole:data]), f"data in the hole {hole} to {data}"
         return f"seek {offset}: hole {hole} to {data}"

@@ -40,6 +40,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
             except AssertionError as error:
                 raise AssertionError(f"{found} from byte {offset}: {error}") from error
             offset += len(piece)
+        assert not other.read(1), f"{found} ends at byte {offset}, which is not its size"
 
 
 def digest(path: Path) -> str:
