@@ -181,7 +181,6 @@ class Rig:
             requests=self.requests,
             groups=self.groups,
         )
-        await self.policies.load()
         await self.groups.load()
         taken = await work.run(with_handles=is_successor)
         await self.commit.recover(keep=taken.kept, took_over=is_successor)
