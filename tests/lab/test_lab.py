@@ -260,3 +260,17 @@ lab.up(Path("/tmp/never-made"), device_count=1, mib_per_s=100, size_bytes=1 << 3
     )
     assert result.returncode == 1
     assert "LabError: the device lab needs root" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([], "lab: exec without a command: write lab exec DIR -- COMMAND ...\n"),
+        (["--"], "lab: exec without a command: write lab exec DIR -- COMMAND ...\n"),
+        (["--", "/no/such"], "lab: /no/such cannot be run: No such file or directory\n"),
+    ],
+)
+def test_exec_of_nothing(directory: Path, command: list[str], said: str) -> None:
+    lab.up(directory, device_count=1, mib_per_s=0, size_bytes=SIZE_BYTES)
+    done = run_script("exec", str(directory), *command)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
