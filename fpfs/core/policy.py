@@ -1,6 +1,7 @@
 """Policy: how a mount stripes contents and when it answers its callers.
 
-There is one policy for the whole mount; per-directory policies will be layers over it.
+There is one such policy for the whole mount. What is kept and when, which may differ by directory,
+is `directory_policy`.
 """
 
 from __future__ import annotations

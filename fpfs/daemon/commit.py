@@ -11,7 +11,8 @@ Invariants:
     the whole mount; drains run side by side.
   * A version is queued by the release of its last writable handle, by an fsync or synchronous
     write, by a rename of pending content, by a truncation without a handle, or, every 30 s, while
-    its file is open and only becomes longer; never by a FLUSH.
+    its file is open and only becomes longer. Never by a FLUSH, unless that waits for durability
+    (ack=close, ack=durable), as an fsync does.
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
   * A version holds nothing of a writer that came after its close: an open for writing waits until
     the drain of what was closed before has begun (`wait_drain_begun`).

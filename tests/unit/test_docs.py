@@ -1,11 +1,15 @@
-"""The documentation names tests, which exist, and its tables are whole."""
+"""What the documentation names exists: tests, sources, options, commands. Its tables are whole."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from fpfs.cli import ctl, main
+from fpfs.core.options import _EXAMPLES, _FLAGS, _KERNEL
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
@@ -80,3 +84,61 @@ def test_tables_are_in_one_piece(path: Path) -> None:
     for table in tables(path.read_text()):
         assert len(table) > 1, table
         assert set(table[1]) <= set("|-: "), table[0]
+
+
+def options_in_readme() -> set[str]:
+    """The names in the first column of README.md's table of options."""
+    (table,) = [t for t in tables((ROOT / "README.md").read_text()) if t[0].startswith("| option")]
+    words = re.findall(r"`(?:-o )?([^`]+)`", " ".join(cells(row)[0] for row in table[2:]))
+    return {word.split("=")[0] for word in words}
+
+
+def test_the_table_of_options_is_whole() -> None:
+    """All that fpfs has of its own, and no other; of what mount(8) knows it names some."""
+    own = {*_EXAMPLES, *_FLAGS}
+    assert own <= options_in_readme()
+    assert options_in_readme() - own <= _KERNEL
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of a document's code that run ``fpfs`` or ``fpfs-ctl``, as words."""
+    code = "".join(re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^(fpfs(?:-ctl)? .*)$", code, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("words", commands((ROOT / "README.md").read_text()), ids=" ".join)
+def test_each_command_can_be_read(words: list[str]) -> None:
+    app = {"fpfs": main.app, "fpfs-ctl": ctl.app}[words[0]]
+    app.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+def test_there_are_commands() -> None:
+    assert len(commands((ROOT / "README.md").read_text())) > 10
+
+
+SOURCES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("fpfs", "native", "tests", "benchmarks", "mount_scripts", "examples")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".cc", ".h")
+}
+
+
+@pytest.mark.parametrize("document", ["architecture.md", "concurrency.md", "format.md"])
+def test_named_sources_exist(document: str) -> None:
+    """Files, native functions and Python methods by which a reader is to find his way."""
+    text = (ROOT / "docs" / document).read_text()
+    missing = [
+        name
+        for name in re.findall(r"[\w/]*\w\.(?:py|cc|h)\b", text)
+        if not any(path == name or path.endswith(f"/{name}") for path in SOURCES)
+    ]
+    for kind, member in re.findall(r"`(\w+)::(\w+)`", text):
+        if not any(re.search(rf"\b{kind}\b[^\0]*\b{member}\b", s) for s in SOURCES.values()):
+            missing.append(f"{kind}::{member}")
+    for kind, method in re.findall(r"`(?:\w+\.)*([A-Z]\w+)\.([a-z_]\w*)`", text):
+        defining = [s for s in SOURCES.values() if re.search(rf"^class {kind}\b", s, re.MULTILINE)]
+        if not any(re.search(rf"(def |self\.){method}\b", source) for source in defining):
+            missing.append(f"{kind}.{method}")
+    assert missing == []
