@@ -427,7 +427,7 @@ class ControlClient:
     """A connection to the server of one mount, and to the one after it when that dies."""
 
     def __init__(self, entry: MountEntry, *, asked: str) -> None:
-        """Connect; raises `Refused` when no server of the mount's owner listens."""
+        """Connect; raises `Refused` when no server of the mount's owner listens, or lets us."""
         self._asked = asked
         self._entry = entry
         self._mountpoint = entry.mountpoint
@@ -454,6 +454,7 @@ class ControlClient:
             time.sleep(CONNECT_AGAIN_S)
 
     def _try_connect(self, entry: MountEntry) -> socket.socket | None:
+        is_denied = False
         paths = [
             path
             for folder in runtime_folders(entry.owner_uid)
@@ -463,13 +464,20 @@ class ControlClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(path)
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
                 connection.close()
+                is_denied = is_denied or isinstance(error, PermissionError)
                 continue
             # Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
             if peer(connection).uid in (0, entry.owner_uid):
                 return connection
             connection.close()
+        if is_denied:
+            raise Refused(
+                asked=self._asked,
+                wrong=f"{self._mountpoint} was mounted by user {entry.owner} and not for others",
+                remedy=f"ask as {'' if entry.owner_uid == 0 else f'{entry.owner} or '}root",
+            )
         return None
 
     def ask(

@@ -209,11 +209,21 @@ def test_the_mount_is_the_users_alone(account: Account) -> None:
         os.listdir(account.mountpoint)
 
 
-def test_control_by_the_user_and_by_root(account: Account) -> None:
+def test_control_by_the_user(account: Account) -> None:
     account.mount()
     done = account.module("fpfs.cli.ctl", "status", "--json", account.mountpoint)
     assert done.returncode == 0, done.stderr
     assert '"server_pid"' in done.stdout
+
+
+def test_others_are_told_whose_mount_it_is(account: Account) -> None:
+    with mounted(options=("noallow_other",)) as mount:
+        done = account.module("fpfs.cli.ctl", "flush", mount.root)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"fpfs-ctl: flush of {mount.root}: {mount.root} was mounted by user root and not for"
+            " others; ask as root\n"
+        )
 
 
 def test_somebody_elses_mount_is_not_unmounted(account: Account) -> None:
