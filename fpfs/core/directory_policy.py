@@ -95,7 +95,8 @@ def check_key(key: str, *, asked: str) -> None:
 
 
 def _parse_count(value: str, *, asked: str) -> str:
-    if not (value.isascii() and value.isdecimal()) or int(value) > VERSIONS_MAX:
+    is_count = value.isascii() and value.isdecimal() and len(value) <= len(str(VERSIONS_MAX))
+    if not is_count or int(value) > VERSIONS_MAX:
         raise Refused(
             asked=asked,
             wrong=f"versions cannot be '{value}'",
@@ -106,9 +107,12 @@ def _parse_count(value: str, *, asked: str) -> str:
 
 def _check_name(value: str, *, asked: str) -> None:
     bad = not value or "/" in value or "\0" in value or value in (".", "..")
-    if bad or len(value.encode(errors="surrogateescape")) > NAME_BYTES_MAX:
+    # What is no UTF-8 came as surrogates, and cannot be stored as text.
+    bad = bad or any("\ud800" <= character <= "\udfff" for character in value)
+    if bad or len(value.encode()) > NAME_BYTES_MAX:
         raise Refused(
             asked=asked,
             wrong=f"commit_marker cannot be '{value}'",
-            remedy=f"take the name of a file, without '/', of at most {NAME_BYTES_MAX} bytes",
+            remedy=f"take the name of a file, without '/', of at most {NAME_BYTES_MAX} bytes of"
+            " UTF-8",
         )

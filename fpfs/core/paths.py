@@ -1,4 +1,8 @@
-"""What a user names on a mount, looked at before a server is asked about it."""
+"""Paths on a mount: what a user names, and how they are shown.
+
+A name may hold any byte but "/" and 0, also such that would move a terminal's cursor or look like
+the next line of a log. So people are shown escapes in place of what is not printable.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,20 @@ import os
 import stat
 
 from fpfs.core.refusal import Refused
+
+
+def show_text(text: str) -> str:
+    """A path, as printable characters."""
+    return "".join(c if c.isprintable() else _escape(ord(c)) for c in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def show_name(name: bytes) -> str:
+    """A name, or a path, as printable characters."""
+    return show_text(name.decode(errors="backslashreplace"))
 
 
 def inode_of_directory(path: str, *, asked: str) -> int:

@@ -8,10 +8,10 @@ Concurrency: trio thread only; used by `commit`, which holds the inode's lock me
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from typing import TYPE_CHECKING
 
+from fpfs.core.paths import show_name
 from fpfs.daemon.catalog_schema import PARTIAL_INO
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Asides:
             self._inodes.settle(await self._inodes.get(ino))
         log.warning(
             "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; %s",
-            os.fsdecode(aside.path),
+            show_name(aside.path),
             signal_name(aside.killed_by),
             aside.size,
-            os.fsdecode(aside.name),
+            show_name(aside.name),
             "there was none before" if aside.lost else "the content before stays",
         )
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from fpfs.core.errors import NoSuchEntry
+from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_group_changes as changes
 from fpfs.daemon import catalog_groups
 from fpfs.daemon.catalog_names import look_up
@@ -221,15 +221,15 @@ def _report(group: TakenAway) -> None:
     if group.is_rolled_back:
         what = "was changed and not committed again"
         if group.name:
-            outcome = f"what was written is .fpfs/uncommitted/{os.fsdecode(group.name)}, and"
+            outcome = f"what was written is .fpfs/uncommitted/{show_name(group.name)}, and"
         else:
             outcome = "nothing of that was durable, and"
         outcome += " it is as it was"
     else:
         what = "was not committed"
         if group.name:
-            outcome = f"it is .fpfs/uncommitted/{os.fsdecode(group.name)}"
+            outcome = f"it is .fpfs/uncommitted/{show_name(group.name)}"
         else:
             outcome = "nothing in it was durable, and it is removed"
-    path = os.fsdecode(group.path)
+    path = show_name(group.path)
     log.warning("group %s %s when the last mount ended: %s", path, what, outcome)

@@ -75,7 +75,7 @@ class Policies:
                     is_default=origin is None,
                     set_at=""
                     if origin is None
-                    else "/" + path_of(transaction, origin).decode(errors="surrogateescape"),
+                    else "/" + path_of(transaction, origin).decode(errors="backslashreplace"),
                 )
             )
         return PolicyShown(settings=tuple(shown))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fpfs.core.errors import NoSuchEntry
+from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import forget_noted, list_noted, remove_unfinished
@@ -149,7 +150,7 @@ class TakeOver:
                 "inode %d (%s): what was written and not committed is lost, since the staging arena"
                 " is damaged; the version before stays",
                 ino,
-                ", ".join(map(os.fsdecode, names.get(ino, ()))) or "without a name",
+                ", ".join(map(show_name, names.get(ino, ()))) or "without a name",
             )
 
     async def let_go(self, unnamed: frozenset[int]) -> None:
@@ -196,7 +197,7 @@ class TakeOver:
         for path in removed:
             log.warning(
                 "%s was made and never finished when the last mount ended: it is removed",
-                os.fsdecode(path),
+                show_name(path),
             )
 
     async def _keep_referenced(self, unnamed: frozenset[int]) -> None:

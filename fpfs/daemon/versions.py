@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.control import FormerVersion, VersionsShown
 from fpfs.core.directory_policy import Replace
 from fpfs.core.errors import BusyFile
+from fpfs.core.paths import show_name
 from fpfs.core.units import format_size
 from fpfs.daemon import catalog_names, catalog_versions
 from fpfs.daemon.catalog_names import path_of
@@ -231,7 +232,7 @@ class Versions:
             return path_of(transaction, ino), row[0] if row else 0
 
         path, allocated_bytes = await self._catalog.read_many(look)
-        name = os.fsdecode(path) or f"inode {ino}"
+        name = show_name(path) or f"inode {ino}"
         if allocated_bytes:
             log.warning(
                 "no space for %s: overwriting needs the space of both contents, and the one before"

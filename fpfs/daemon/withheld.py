@@ -8,10 +8,10 @@ Concurrency: trio thread only; used by `commit`.
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_withheld
 
 if TYPE_CHECKING:
@@ -110,5 +110,5 @@ class Withheld:
         for path in await self._catalog.write_urgently(catalog_withheld.put_back):
             log.warning(
                 "%s was removed after something was saved that the loss of power took: it is back",
-                os.fsdecode(path),
+                show_name(path),
             )

@@ -59,6 +59,8 @@ def test_the_table_says_where_a_setting_comes_from(directory: Path) -> None:
     [
         (("versions=x",), "versions cannot be 'x'; take a number from 0 to 1000"),
         (("versions=-1",), "versions cannot be '-1'; take a number from 0 to 1000"),
+        (("versions=" + "9" * 5000,), "9'; take a number from 0 to 1000"),
+        (("commit_marker=\udcff",), "commit_marker cannot be '\\udcff'; take the name of a file"),
         (("replace=never",), "replace cannot be 'never'; take whole or inplace"),
         (("commit=x",), "commit cannot be 'x'; take close or group"),
         (("commit_marker=a/b",), "commit_marker cannot be 'a/b'; take the name of a file"),
@@ -90,3 +92,12 @@ def test_a_removed_directory_takes_its_policy_along(directory: Path) -> None:
     run.rmdir()
     run.mkdir()
     assert policy("get", run)["versions"] == ("0", "")
+
+
+def test_a_directory_whose_name_is_no_text(mount: Mount, directory: Path) -> None:
+    """It is shown with escapes."""
+    odd = directory / os.fsdecode(b"\xff\x1b[bold]")
+    odd.mkdir()
+    assert policy("set", odd, "versions=2")["versions"][1].endswith("/\\xff\x1b[bold]")
+    assert "/\\xff\\x1b[bold] " in check_fpfs("policy", "get", odd, module=CTL)
+    assert mount.status().server_pid == mount.server_pid

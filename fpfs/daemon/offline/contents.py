@@ -14,10 +14,11 @@ from fpfs.core.engine import SEGMENT_BLOCKS, ObjectId
 from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.layout import Run, Segment, decode_segment
+from fpfs.core.paths import show_name
 from fpfs.daemon.catalog_contents import SEGMENTS_MAX
 from fpfs.daemon.catalog_schema import row_crc
 from fpfs.daemon.catalog_shares import Spans, merge, without
-from fpfs.daemon.offline.findings import Found, Paths, Statement, show_name
+from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:
     import sqlite3

@@ -30,12 +30,12 @@ from fpfs.core.fsck import Exported
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN
 from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX
 from fpfs.core.mounts import is_below
+from fpfs.core.paths import show_name
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, row_crc
 from fpfs.daemon.devices import find_devices
 from fpfs.daemon.offline.after_crash import see_to_it
 from fpfs.daemon.offline.contents import SegmentRow
-from fpfs.daemon.offline.findings import show_name
 from fpfs.daemon.offline.fsck import image_folder, open_image, refusing_image
 from fpfs.daemon.offline.names import is_name
 from fpfs.daemon.offline.objects import READ_BLOCKS, Objects

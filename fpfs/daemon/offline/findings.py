@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fpfs.core.fsck import Finding
+from fpfs.core.paths import show_name
 
 if TYPE_CHECKING:
     import sqlite3
@@ -35,12 +36,6 @@ class Found(NamedTuple):
     def can_be_corrected(self) -> bool:
         """Whether a repair does something about it."""
         return bool(self.statements or self.removals)
-
-
-def show_name(name: bytes) -> str:
-    """A name, or a path, as one printable word or words."""
-    text = name.decode(errors="backslashreplace")
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 PATH_PARTS_MAX = 2_000

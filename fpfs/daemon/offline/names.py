@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from fpfs.core.paths import show_name
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, NUMBER_FIRST, ROOT_INO
-from fpfs.daemon.offline.findings import Found, Paths, Statement, show_name
+from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

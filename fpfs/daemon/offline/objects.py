@@ -17,9 +17,9 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import BLOCK_BYTES, ObjectId, checksum_blocks
+from fpfs.core.paths import show_name
 from fpfs.daemon.device_files import open_folder, open_regular
 from fpfs.daemon.devices import OBJECTS_NAME
-from fpfs.daemon.offline.findings import show_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,8 +11,9 @@ from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, ObjectId
 from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN
+from fpfs.core.paths import show_name
 from fpfs.daemon.offline.contents import SegmentRow, segment_rows
-from fpfs.daemon.offline.findings import Found, Paths, show_name
+from fpfs.daemon.offline.findings import Found, Paths
 from fpfs.daemon.offline.objects import Objects, Stray
 
 if TYPE_CHECKING:
