@@ -17,8 +17,9 @@ from fpfs.cli import commit, policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
-from fpfs.cli.show import check_timeout, open_console, run_app, show_failures
+from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
 from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
+from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size, parse_size_bytes
 
@@ -83,12 +84,11 @@ def status(
 
 def _show_status(found: Status) -> None:
     console = open_console()
-    console.print(
+    say(
+        console,
         f"{found.mountpoint}: fpfs {found.version}, filesystem {found.filesystem_id},"
         f" server {found.server_pid} (keeper {found.keeper_pid}, {found.restarts} restarts),"
         f" answers {found.ack}, log {found.log or 'on stderr'}",
-        highlight=False,
-        soft_wrap=True,
     )
     table = Table("device", "directory", "I/O")
     for heading in ("used", "free", "written", "read", "in flight"):
@@ -96,7 +96,7 @@ def _show_status(found: Status) -> None:
     for device in found.devices:
         table.add_row(
             str(device.number),
-            device.path,
+            show_text(device.path),
             device.state
             if device.error
             else f"{device.backend}, {'direct' if device.direct else 'buffered'}",
@@ -109,44 +109,38 @@ def _show_status(found: Status) -> None:
     console.print(table)
     for device in found.devices:
         if device.error:
-            console.print(
-                f"warning: device {device.number} ({device.path}): {device.error}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, f"warning: device {device.number} ({device.path}): {device.error}")
     staging = found.staging
-    console.print(
+    say(
+        console,
         f"staging: {format_size(staging.bytes_used)} of {format_size(staging.bytes_total)}"
         f"{'' if staging.pinned else ' (not pinned)'};"
         f" commits: {found.commit.pending} pending, {found.commit.committed} done",
-        highlight=False,
     )
     for partial in found.partials:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(partial.time_unix_s))
-        console.print(
+        say(
+            console,
             f"killed: the writer of {partial.path} ({partial.killed_by}, {when});"
             f" its {format_size(partial.size)} are .fpfs/partial/{partial.name}",
-            highlight=False,
-            soft_wrap=True,
         )
     for group in found.uncommitted:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(group.time_unix_s))
         where = f"since a crash ({when}) it is .fpfs/uncommitted/{group.name}"
-        console.print(
+        say(
+            console,
             f"not committed: {group.path}; {where if group.name else f'made {when}'}",
-            highlight=False,
-            soft_wrap=True,
         )
     catalog = found.catalog
-    console.print(
+    say(
+        console,
         f"catalog: {catalog.copies_in_service} of {len(catalog.copies)} copies in service",
-        highlight=False,
     )
     for copy in catalog.copies:
         if copy.trouble:
-            console.print(f"warning: {copy.path}: {copy.trouble}", highlight=False, soft_wrap=True)
+            say(console, f"warning: {copy.path}: {copy.trouble}")
     for failure in found.commit.failures:
-        console.print(f"not kept: {failure.message}", highlight=False, soft_wrap=True)
+        say(console, f"not kept: {failure.message}")
 
 
 @app.command
@@ -295,8 +289,7 @@ def check(
     # Imported late: other commands need neither the catalog nor the extension.
     from fpfs.cli import fsck as checking
 
-    find_fpfs(mountpoint, asked=f"fsck of {mountpoint}")
-    return checking.fsck([mountpoint], repair=False, data=data, json=json)
+    return checking.fsck_mounted(mountpoint, data=data, json=json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

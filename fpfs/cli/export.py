@@ -7,13 +7,20 @@ from collections.abc import Sequence
 
 from fpfs.cli.fsck import progress_bar
 from fpfs.cli.show import ending_by_signal
+from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 from fpfs.daemon.offline.export import export
 
 
 def run_export(places: Sequence[str], *, path: str) -> int:
     """Copy from all places but the last one into that; returns the exit status."""
-    *devices, destination = places or [""]
+    if not places:
+        raise Refused(
+            asked="export",
+            wrong="nothing is named",
+            remedy="name all device directories of a filesystem, and then an empty directory",
+        )
+    *devices, destination = places
     with ending_by_signal(), progress_bar() as bar:
         done = export(devices, destination, subtree=path, progress=bar.update)
     for problem in done.problems:

@@ -9,9 +9,10 @@ import msgspec
 from rich.progress import TaskID
 
 from fpfs.cli.show import byte_progress, ending_by_signal
+from fpfs.core.control import find_fpfs
 from fpfs.core.fsck import EXIT_NOT_CHECKED, CheckReport
 from fpfs.core.mounts import mount_at
-from fpfs.core.refusal import Refused
+from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.units import format_size
 from fpfs.daemon.offline.fsck import Wishes, check_devices, check_mounted
 
@@ -20,11 +21,25 @@ Progressing = Callable[[int, int], None]
 
 def fsck(places: Sequence[str], *, repair: bool, data: bool, json: bool) -> int:
     """Check the mount at one place, or the device directories; returns the exit status."""
+    return _run("fpfs", lambda update: _check(places, Wishes(repair, data, update)), json=json)
+
+
+def fsck_mounted(mountpoint: str, *, data: bool, json: bool) -> int:
+    """Check the mount that a path is on; returns the exit status."""
+
+    def check(update: Progressing) -> CheckReport:
+        entry = find_fpfs(mountpoint, asked=f"fsck of {mountpoint}")
+        return check_mounted(entry, Wishes(repair=False, data=data, progress=update))
+
+    return _run("fpfs-ctl", check, json=json)
+
+
+def _run(tool: str, check: Callable[[Progressing], CheckReport], *, json: bool) -> int:
     try:
         with ending_by_signal(), progress_bar() as bar:
-            report = _check(places, Wishes(repair, data, bar.update))
+            report = check(bar.update)
     except Refused as refused:
-        sys.stderr.write(f"fpfs: {refused}\n")
+        sys.stderr.write(f"{tool}: {refused}\n")
         return EXIT_NOT_CHECKED
     if json:
         text = msgspec.json.encode(report).decode()
@@ -41,6 +56,8 @@ def _check(places: Sequence[str], wishes: Wishes) -> CheckReport:
             wrong="no device directory is named",
             remedy="name all of one filesystem, or the place where it is mounted",
         )
+    for place in places:
+        refuse_empty(place, what="device directory", asked="fsck")
     entry = mount_at(places[0]) if len(places) == 1 else None
     if entry is None or not entry.is_fpfs:
         return check_devices(places, wishes)

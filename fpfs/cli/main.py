@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
-from fpfs.cli.show import open_console, run_app, show_failures
+from fpfs.cli.show import open_console, run_app, say, show_failures
 from fpfs.core.options import MountOptions, parse_mount_options
 from fpfs.daemon import launch
 
@@ -57,8 +57,8 @@ def mount(
         Parameter(
             name=["--option", "-o"],
             negative="",
-            help="Options as in fstab, a,b=c: the flags here, allow_other, noallow_other, adopt,"
-            " degraded, checksums, ro, nosuid, nodev, noexec, noatime; README.md has the table.",
+            help="Options as in fstab, a,b=c: the flags here, whole, checksums, fsname, adopt, ro,"
+            " nosuid, nodev, noexec, noatime, allow_other, noallow_other; README.md has the table.",
         ),
     ] = None,
     foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,
@@ -135,13 +135,9 @@ def _show_started(started: launch.Started) -> None:
     console = open_console()
     verb = "formatted and mounted" if started.readiness.formatted else "mounted"
     devices = ", ".join(started.devices)
-    console.print(
-        f"{verb} at {started.mountpoint} over {devices} (log {started.log})",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"{verb} at {started.mountpoint} over {devices} (log {started.log})")
     for note in started.readiness.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        say(console, f"note: {note}")
 
 
 @app.command(name=["umount", "unmount"])

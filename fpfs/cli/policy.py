@@ -12,7 +12,7 @@ from rich.table import Table
 from fpfs.cli.show import open_console
 from fpfs.core.control import ControlClient, PolicyChange, PolicyShown, Request, Verb, find_fpfs
 from fpfs.core.directory_policy import check_key, parse
-from fpfs.core.paths import inode_of_directory
+from fpfs.core.paths import inode_of_directory, show_text
 from fpfs.core.refusal import Refused
 
 app = App(name="policy", help="Show and change what holds in a directory and below it.")
@@ -92,6 +92,6 @@ def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> 
     table = Table("setting", "value", "from")
     for setting in shown.settings:
         origin = "default" if setting.is_default else setting.set_at
-        table.add_row(setting.key, setting.value, origin)
+        table.add_row(setting.key, show_text(setting.value), show_text(origin))
     open_console().print(table)
     return 0

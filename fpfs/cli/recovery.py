@@ -30,6 +30,9 @@ def _lines(found: RecoveryStatus) -> Iterator[str]:
     if found.handles_taken_over:
         handles = _count(found.handles_taken_over, "open file", "open files")
         yield f"finished: {handles} of the server before, which programs go on with"
+    if found.files_lost:
+        files = _count(found.files_lost, "file", "files")
+        yield f"rolled back: {files} whose changes were lost with damaged staging memory (see log)"
     if found.inodes_deleted:
         files = _count(found.inodes_deleted, "file", "files")
         yield f"rolled back: {files} without a name, or never finished, deleted"

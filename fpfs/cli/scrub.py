@@ -22,6 +22,7 @@ from fpfs.core.control import (
     find_fpfs,
 )
 from fpfs.core.mounts import MountEntry
+from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size
 
@@ -163,7 +164,7 @@ def _show_damage(console: Console, damage: Iterable[DamagedContent]) -> None:
         if each.object:
             place = f" block {each.object_block} of object {each.object} on {each.device_path}:"
         name = each.path or "a file without a name"
-        line = f"damaged: {name} (inode {each.ino}){where}:{place} {each.error}"
+        line = f"damaged: {show_text(name)} (inode {each.ino}){where}:{place} {each.error}"
         # Through the bar's console, which keeps the bar below what is printed.
         if console.is_terminal and sys.stdout.isatty():
             console.print(line, highlight=False, soft_wrap=True, markup=False)

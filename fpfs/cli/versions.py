@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fpfs.cli.show import open_console
 from fpfs.core.control import ControlClient, Request, Verb, VersionsShown, find_fpfs
+from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.units import format_size
 
@@ -42,11 +43,11 @@ def versions(path: str, /, *, json: Json = False) -> int:
     table = Table("version", "size", "written", "replaced", "to be read at")
     for each in shown.versions:
         table.add_row(
-            f"{os.path.basename(path)}@{each.number}",
+            show_text(f"{os.path.basename(path)}@{each.number}"),
             format_size(each.size),
             _when(each.time_unix_s),
             _when(each.replaced_unix_s),
-            each.path,
+            show_text(each.path),
         )
     open_console().print(table)
     return 0

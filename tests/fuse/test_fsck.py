@@ -209,10 +209,8 @@ def test_what_was_repaired_is_mounted() -> None:
         other = (mount.root / "folder" / "other").read_bytes()
         mount.unmount()
         devices = DeviceSet(mount.folder, mount.devices)
-        for damage in (lose_directory_name, close_a_circle, count_links_wrong, forget_an_object):
-            if damage is not close_a_circle:
-                damage(devices)
-        lose_inode(devices)
+        for damage in (lose_directory_name, count_links_wrong, forget_an_object, lose_inode):
+            damage(devices)
         leave_an_object(devices)
         ino = devices.ino("other")
         done = fsck("--repair", *devices.words)
@@ -393,6 +391,7 @@ def test_refusals(tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         for words, message in [
             ([], "no device directory is named"),
+            ([""], "the device directory is an empty string"),
             ([mount.devices[0], mount.devices[1]], "is in use at"),
             ([tmp_path / "empty"], "holds no fpfs device"),
             ([tmp_path / "absent"], "does not exist"),
@@ -402,6 +401,12 @@ def test_refusals(tmp_path: Path) -> None:
             assert done.returncode == 8
             assert message in done.stderr
             assert len(done.stderr.splitlines()) == 1
+        for place, message in [("/proc", "is not on an fpfs mount"), ("", "is an empty string")]:
+            done = fsck(place, command="ctl")
+            assert (done.returncode, done.stdout) == (8, "")
+            assert done.stderr.startswith("fpfs-ctl: fsck of")
+            assert message in done.stderr
+        assert fsck(mount.root / "file", command="ctl").returncode == 0
         mount.unmount()
         done = fsck(mount.devices[1])
         assert done.returncode == 8

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, check_fpfs, mounted
+from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import crash_and_mount
 from tests.support.processes import expect_line, python_child, tell
@@ -125,6 +125,18 @@ def test_a_new_checkpoint_that_was_never_finished_is_none(
     assert the_only(aside).stat().st_nlink == 1
     path.write_bytes(GOOD)
     assert_same(path.read_bytes(), GOOD)
+
+
+def test_a_name_that_is_no_text(mount: Mount, aside: Path, directory: Path, source: Path) -> None:
+    """It is told with escapes: in the log, and by the tools."""
+    kill_in_the_middle(directory / os.fsdecode(b"\xff\n\x1b[bold].pt"), source)
+    mount.flush()
+    told = [line for line in mount.log_text().splitlines() if "[bold].pt" in line]
+    assert len(told) == 1
+    assert "/\\xff\\x0a\\x1b[bold].pt was cut off by SIGKILL" in told[0]
+    assert_same(the_only(aside).read_bytes(), TORN)
+    shown = run_fpfs("status", mount.root, module="fpfs.cli.ctl").stdout
+    assert "/\\xff\\x0a\\x1b[bold].pt (SIGKILL, " in shown
 
 
 @pytest.mark.parametrize("good", [GOOD, SMALL])

@@ -321,8 +321,7 @@ def test_all_space_comes_back() -> None:
         check_fpfs("flush", mount.root, module=CTL)
         assert before - bytes_used(mount) > 5_000_000
         assert bytes_used(mount) == empty
-        check = check_fpfs("scrub", mount.root, module=CTL)
-        assert "damaged" not in check or "0 damaged" in check
+        assert "all is well" in check_fpfs("scrub", mount.root, module=CTL)
 
 
 def test_errno_of_a_former_content_that_is_gone(mount: Mount, kept: Path) -> None:

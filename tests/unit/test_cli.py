@@ -10,8 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from fpfs.cli import ctl, main, show
+from fpfs.cli import ctl, main, recovery, show
+from fpfs.core.control import RecoveryStatus
 from fpfs.testing.mounted import REPOSITORY
 
 
@@ -112,3 +114,77 @@ def test_an_interrupt_while_the_command_is_imported(name: str, tmp_path: Path) -
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
+
+
+def run_into(*words: str, stdout: int, tool: str = "main") -> tuple[int, str]:
+    """Exit status and errors of a command whose output goes to a descriptor."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"fpfs.cli.{tool}", *words],
+        cwd=REPOSITORY,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", [["version"], ["--help"], ["fsck", "--help"]], ids=" ".join)
+def test_output_that_cannot_be_written(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        status, said = run_into(*words, stdout=full.fileno())
+    assert (status, said) == (
+        8 if words[0] == "fsck" else 1,
+        "fpfs: the output cannot be written (No space left on device)\n",
+    )
+
+
+def test_a_reader_that_wants_no_more() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert run_into("version", stdout=writer) == (1, "")
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str) -> None:
+    command = [sys.executable, "-m", "fpfs.cli.main", "version"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are no markup, colons no pictures, and long ones are not cut."""
+    name = "run[bold] [/bold] :smile: " + "x" * 4000
+    console = show.open_console()
+    table = Table("name")
+    table.add_row(name)
+    console.print(table)
+    console.print(name, soft_wrap=True)
+    assert capsys.readouterr().out.count(name) == 2
+
+
+def test_lost_changes_are_told() -> None:
+    (line,) = recovery._lines(RecoveryStatus(files_lost=2))
+    assert line.startswith("rolled back: 2 files whose changes were lost with damaged staging")
+
+
+def test_an_export_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "export") == (
+        "fpfs: export: nothing is named; name all device directories of a filesystem, and then an"
+        " empty directory\n"
+    )
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "bogus", status=2, tool="fpfs-ctl")
+    assert said.startswith('fpfs-ctl: Unknown command "bogus". Available commands: policy, ')
+    assert said.endswith(", ...; see --help\n")
