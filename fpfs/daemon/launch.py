@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ def prepare(
                 wrong=f"the mountpoint lies in the device directory {path}",
                 remedy="mount outside of it",
             )
-    return ServerConfig(
+    config = ServerConfig(
         mountpoint=resolved,
         devices=tuple(chosen),
         options=options,
@@ -116,6 +115,18 @@ def prepare(
         ready_fd=ready_fd,
         asked=asked,
     )
+    _check_text(config, asked=asked)
+    return config
+
+
+def _check_text(told: object, *, asked: str) -> None:
+    """Refuse what is not UTF-8: it is told to the server, and noted on the devices, as text."""
+    try:
+        msgspec.json.encode(told)
+    except UnicodeEncodeError as error:
+        raise Refused(
+            asked=asked, wrong=f"'{error.object}' is not UTF-8", remedy="give it another name"
+        ) from None
 
 
 def _chosen_devices(paths: Sequence[str], *, asked: str) -> list[str]:
@@ -124,7 +135,14 @@ def _chosen_devices(paths: Sequence[str], *, asked: str) -> list[str]:
     if paths:
         return [os.path.realpath(path) for path in paths]
     default = os.path.realpath(default_device())
-    os.makedirs(default, mode=0o700, exist_ok=True)
+    try:
+        os.makedirs(default, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise Refused(
+            asked=asked,
+            wrong=f"the default device directory {default} cannot be made ({error.strerror})",
+            remedy="name one with -d",
+        ) from error
     return [default]
 
 
@@ -132,6 +150,7 @@ def format_devices(paths: Sequence[str]) -> DeviceSet:
     """Make a filesystem of empty directories; returns it, unlocked. Raises `Refused`."""
     chosen = _chosen_devices(paths, asked="format")
     asked = f"format {', '.join(chosen)}"
+    _check_text(chosen, asked=asked)
     with open_devices(chosen, mountpoint="", asked=asked) as made:
         if not made.formatted:
             raise Refused(
@@ -225,10 +244,7 @@ def _check_owner(entry: MountEntry, *, asked: str) -> None:
     """Refuse to unmount what somebody else mounted, as fusermount3 would in stranger words."""
     if os.getuid() in (0, entry.owner_uid):
         return
-    try:
-        owner = pwd.getpwuid(entry.owner_uid).pw_name
-    except KeyError:
-        owner = str(entry.owner_uid)
+    owner = entry.owner
     raise Refused(
         asked=asked,
         wrong=f"it was mounted by user {owner}",

@@ -45,7 +45,10 @@ class _UtcFormatter(logging.Formatter):
 
 def start_log(log: str) -> None:
     """Log to a file, or to stderr when `log` is empty; uncaught errors and stack dumps go there."""
-    handler = logging.FileHandler(log) if log else logging.StreamHandler()
+    # Names that are no text are logged as escapes, as they are to stderr.
+    handler = (
+        logging.FileHandler(log, errors="backslashreplace") if log else logging.StreamHandler()
+    )
     handler.setFormatter(_UtcFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

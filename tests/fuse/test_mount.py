@@ -428,3 +428,40 @@ def test_a_link_to_the_mountpoint_is_the_mountpoint(tmp_path: Path) -> None:
         mount.forget()
         assert "nothing is mounted there" in refusal("umount", link)
         mount.mount()
+
+
+def test_names_that_are_odd_but_text(tmp_path: Path) -> None:
+    """What ends lines elsewhere, and what a terminal's library would take for its own."""
+    odd = tmp_path / "a\r\x0c\u2028 [bold] :smile:\n"
+    odd.mkdir()
+    with mounted(parent=odd) as mount:
+        (mount.root / "file").write_bytes(b"content")
+        shown = check_fpfs("status", mount.root, module=CTL)
+        escaped = "/a\\x0d\\x0c\\u2028 [bold] :smile:\\x0a/"
+        assert shown.startswith(str(tmp_path) + escaped)
+        mount.remount()
+        assert (mount.root / "file").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("part", ["device", "mountpoint", "log"])
+def test_names_that_are_no_text(places: tuple[Path, Path], tmp_path: Path, part: str) -> None:
+    """They are told to the server, and stored, as text."""
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    device, mountpoint = places
+    chosen = {"device": device, "mountpoint": mountpoint, "log": tmp_path / "log", part: odd}
+    words = ["mount", "-d", chosen["device"], "--log", chosen["log"], chosen["mountpoint"]]
+    assert f"'{tmp_path}/\\udcff' is not UTF-8; give it another name" in refusal(*words)
+    if part == "device":
+        assert "is not UTF-8; give it another name" in refusal("format", "-d", odd)
+    assert os.listdir(device) == os.listdir(odd) == []
+
+
+def test_the_default_device_cannot_be_made(places: tuple[Path, Path], tmp_path: Path) -> None:
+    _, mountpoint = places
+    file = tmp_path / "file"
+    file.touch()
+    assert refusal("mount", mountpoint, environment={"XDG_DATA_HOME": str(file)}) == (
+        f"fpfs: mount at {mountpoint}: the default device directory {file}/fpfs/default cannot be"
+        " made (Not a directory); name one with -d\n"
+    )
