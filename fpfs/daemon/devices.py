@@ -274,8 +274,8 @@ def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
             raise Refused(
                 asked=asked,
                 wrong=f"the device directory {path} {state}",
-                remedy="name an empty directory on the device, or one that fpfs formatted; a device"
-                " that is lost can be done without with --degraded",
+                remedy="name an empty directory on the device, or one that fpfs formatted; fpfs"
+                " mount --degraded does without a device that is lost",
             )
         for other in resolved:
             _check_apart(real, other, asked=asked)

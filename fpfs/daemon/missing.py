@@ -37,7 +37,7 @@ LOST = frozenset(
 """What the system says of a place whose device is lost."""
 
 REMEDY = (
-    "name all directories with -d, or mount without what is missing with --degraded (-o degraded)"
+    "name all its directories; fpfs mount --degraded (-o degraded) does without what is missing"
 )
 
 

@@ -225,6 +225,6 @@ def refusing(path: str, *, asked: str) -> Iterator[None]:
             wrong=f"the device directory {path} cannot be used ({error.strerror or error})",
             remedy="make room on its filesystem"
             if full
-            else "see that it is on a writable filesystem and belongs to you; a device that is lost"
-            " can be done without with --degraded",
+            else "see that it is on a writable filesystem and belongs to you; fpfs mount --degraded"
+            " does without a device that is lost",
         ) from error

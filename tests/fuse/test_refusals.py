@@ -133,8 +133,8 @@ def test_a_device_on_a_read_only_filesystem(
     command = ("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
     assert refusal(*command, prefix=with_mounts(READ_ONLY.format(device))) == (
         f"fpfs: mount at {mountpoint}: the device directory {device} cannot be used (Read-only file"
-        " system); see that it is on a writable filesystem and belongs to you; a device that is"
-        " lost can be done without with --degraded\n"
+        " system); see that it is on a writable filesystem and belongs to you; fpfs mount"
+        " --degraded does without a device that is lost\n"
     )
     assert (device / STAMP_NAME).exists() == formatted
     assert can_be_mounted(device, mountpoint)
