@@ -28,6 +28,8 @@ from fpfs.core.mounts import mount_at
 from fpfs.core.units import format_rate, format_size
 
 DEVICES = 4
+MARK = "made-by-quickstart"
+"""A file in the folder of a run: only what has it is removed."""
 LAYERS = 8
 STEPS = 5
 CONTEXT = 64
@@ -114,8 +116,10 @@ class Demonstration:
         self.devices = [folder / f"device{number}" for number in range(DEVICES)]
         self.mountpoint = folder / "ckpt"
         self.log = folder / "server.log"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).touch()
         for path in (*self.devices, self.mountpoint):
-            path.mkdir(parents=True)
+            path.mkdir()
         self.checkpoint = self.mountpoint / "step5.pt"
 
     def mount(self) -> None:
@@ -213,6 +217,21 @@ def demonstrate(folder: Path, *, layers: int) -> None:
             demonstration.unmount()
 
 
+def clear(folder: Path) -> None:
+    """Remove what an earlier run left; exits where there is anything else."""
+    if mount_at(str(folder / "ckpt")) is not None:
+        # That run was killed; where its server is gone too, this says so and fails.
+        subprocess.run(
+            [Path(sys.executable).with_name("fpfs"), "umount", folder / "ckpt"], check=False
+        )
+        if mount_at(str(folder / "ckpt")) is not None:
+            sys.exit(f"quickstart: {folder}/ckpt is mounted: end what uses it and unmount it")
+    if (folder / MARK).exists():
+        shutil.rmtree(folder)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        sys.exit(f"quickstart: {folder} is no empty folder: name another with --folder")
+
+
 def main() -> None:
     """Run in a fresh folder, and remove it after success."""
     data_folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
@@ -221,12 +240,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model (default 8)")
     arguments = parser.parse_args()
     folder = arguments.folder
-    if mount_at(str(folder / "ckpt")) is not None:
-        # An earlier run was killed; where its server is gone too, this says so and fails.
-        subprocess.run(
-            [Path(sys.executable).with_name("fpfs"), "umount", folder / "ckpt"], check=False
-        )
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
     demonstrate(folder, layers=arguments.layers)
     shutil.rmtree(folder)
 

@@ -35,3 +35,11 @@ def test_the_quickstart(tmp_path: Path) -> None:
         assert re.search(rf"device{number} │ [1-9][\d.]* MiB *│ [1-9][\d.]* MiB", said), said
     assert not [entry for entry in mount_table() if is_below(entry.mountpoint, str(tmp_path))]
     assert os.listdir(tmp_path) == []
+
+
+def test_what_it_did_not_make_stays(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "step1.pt").write_bytes(b"weeks of work")
+    with pytest.raises(AssertionError, match="is no empty folder: name another with --folder"):
+        run_program(REPOSITORY / "examples" / "quickstart.py", "--folder", tmp_path)
+    assert (tmp_path / "ckpt" / "step1.pt").read_bytes() == b"weeks of work"
