@@ -185,10 +185,18 @@ def inject(parent: Path, *, every: int = 1, start: int = 0) -> Counter[str]:
             faults += [(name, fault) for fault in faults_of(counts, every=every, start=start)]
     totals: Counter[str] = Counter()
     while faults:
+        count = len(faults)
         # A mount at which a promise was broken is given up; the others are tried nevertheless.
-        with contextlib.suppress(AssertionError), saver(parent) as saves:
-            while faults:
-                inject_one(saves, *faults.pop(0), totals)
+        try:
+            with saver(parent) as saves:
+                while faults:
+                    inject_one(saves, *faults.pop(0), totals)
+        except AssertionError as error:
+            # At a fault, which has been named, or at the mount's end: what it lost, and its log.
+            totals["violations"] += 1
+            print(f"violation: {error}", file=sys.stderr)
+            if len(faults) == count:
+                raise  # there is no mount
     print(summary(totals))
     return totals
 
@@ -197,9 +205,8 @@ def inject_one(saves: Saver, name: str, fault: Fault, totals: Counter[str]) -> N
     """Inject one fault and count what came of it."""
     try:
         outcome = saves.run(saves.path(name), fault)
-    except BaseException as error:
-        totals["violations"] += 1
-        print(f"violation at {name}:{fault}: {error}", file=sys.stderr)
+    except BaseException:
+        print(f"violation at {name}:{fault}", file=sys.stderr)
         raise
     if not outcome.fired:
         totals["not reached"] += 1
@@ -227,7 +234,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.only:
             totals = inject(Path(folder), every=arguments.every, start=arguments.start)
-            return 1 if totals["violations"] else 0
+            return 1 if totals["violations"] or not totals["injections"] else 0
         name, call, number, error = arguments.only.split(":")
         code = 0 if error == "short" else getattr(errno, error)
         with saver(Path(folder)) as saves:

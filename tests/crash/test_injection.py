@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,22 @@ class _Littering(Saver):
         known = next((self.mount.devices[0] / "objects").glob("??/*"))
         known.with_name(known.name[:2] + "f" * 14).write_bytes(known.read_bytes())
         return saved
+
+
+def test_what_a_mount_says_at_its_end_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter(["", "Traceback (most recent call last):\n"])  # the first mount only counts
+
+    @contextlib.contextmanager
+    def complaining(parent: Path) -> Iterator[Saver]:
+        with saver(parent) as saves:
+            yield saves
+            with saves.mount.log.open("a") as log:
+                log.write(next(ends))
+
+    monkeypatch.setattr(injection, "saver", complaining)
+    assert inject(tmp_path, every=1000)["violations"] == 1
 
 
 def test_a_wrong_content_is_noticed(tmp_path: Path) -> None:
