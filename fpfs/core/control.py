@@ -15,11 +15,13 @@ import errno
 import glob
 import math
 import os
+import re
 import select
 import socket
 import struct
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -364,14 +366,24 @@ def socket_paths(device: str, *, folder: str) -> list[str]:
     return sorted(born, key=born.__getitem__, reverse=True)
 
 
+def _bound_paths(device: str) -> list[str]:
+    """Sockets of such names that are bound in folders which only their user's environment names."""
+    pattern = re.compile(rf"(/.*/{device.replace(':', '-')}\.\d+\.sock)(?:\.new)?$")
+    text = os.fsdecode(Path("/proc/net/unix").read_bytes())
+    found = (pattern.search(line) for line in text.split("\n"))
+    return sorted({match[1] for match in found if match})
+
+
+def _paths_of(entry: MountEntry) -> list[str]:
+    """Where the server of a mount may listen, the likeliest first."""
+    folders = runtime_folders(entry.owner_uid)
+    paths = [path for folder in folders for path in socket_paths(entry.device, folder=folder)]
+    return [*paths, *(path for path in _bound_paths(entry.device) if path not in paths)]
+
+
 def _is_kept(entry: MountEntry) -> bool:
     """Whether a keeper of the mount lives, so that there will be a server again."""
-    for folder in runtime_folders(entry.owner_uid):
-        for path in socket_paths(entry.device, folder=folder):
-            keeper_pid = int(path.rsplit(".", 2)[1])
-            if os.path.exists(f"/proc/{keeper_pid}"):
-                return True
-    return False
+    return any(os.path.exists(f"/proc/{path.rsplit('.', 2)[1]}") for path in _paths_of(entry))
 
 
 def runtime_folders(uid: int) -> list[str]:
@@ -455,12 +467,7 @@ class ControlClient:
 
     def _try_connect(self, entry: MountEntry) -> socket.socket | None:
         is_denied = False
-        paths = [
-            path
-            for folder in runtime_folders(entry.owner_uid)
-            for path in socket_paths(entry.device, folder=folder)
-        ]
-        for path in paths:
+        for path in _paths_of(entry):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(path)

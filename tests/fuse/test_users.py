@@ -21,7 +21,7 @@ import pytest
 
 from fpfs import _native
 from fpfs.core.mounts import mount_at
-from fpfs.testing.mounted import REPOSITORY, mounted
+from fpfs.testing.mounted import REPOSITORY, mounted, run_fpfs
 
 USER = "nobody"
 
@@ -209,11 +209,16 @@ def test_the_mount_is_the_users_alone(account: Account) -> None:
         os.listdir(account.mountpoint)
 
 
-def test_control_by_the_user(account: Account) -> None:
+def test_control_by_the_user_and_by_root(account: Account) -> None:
+    """Also where the user's environment alone says where the socket is."""
     account.mount()
     done = account.module("fpfs.cli.ctl", "status", "--json", account.mountpoint)
     assert done.returncode == 0, done.stderr
     assert '"server_pid"' in done.stdout
+    as_root = run_fpfs("status", "--json", account.mountpoint, module="fpfs.cli.ctl")
+    assert json.loads(as_root.stdout)["server_pid"] == json.loads(done.stdout)["server_pid"]
+    as_root = run_fpfs("umount", account.mountpoint)
+    assert (as_root.returncode, as_root.stderr) == (0, "")
 
 
 def test_others_are_told_whose_mount_it_is(account: Account) -> None:
