@@ -35,11 +35,11 @@ def are_there(transaction: Transaction) -> bool:
     return transaction.execute("SELECT 1 FROM shares LIMIT 1").fetchone() is not None
 
 
-def owners(transaction: Transaction) -> frozenset[int]:
-    """Return the inodes that others share objects of."""
+def sharers(transaction: Transaction) -> frozenset[int]:
+    """Return the inodes that have an object in common with another: its owner, and who shares."""
     rows = transaction.execute(
-        "SELECT DISTINCT o.ino FROM shares s JOIN objects o ON o.device = s.device"
-        " AND o.id = s.object"
+        "SELECT o.ino FROM shares s JOIN objects o ON o.device = s.device AND o.id = s.object"
+        " UNION SELECT ino FROM shares"
     ).fetchall()
     return frozenset(ino for (ino,) in rows)
 

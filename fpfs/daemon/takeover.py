@@ -172,7 +172,7 @@ class TakeOver:
         And the inodes whose changes may not be whole, which are given up.
         """
         noted = await self._catalog.read(list_noted)
-        sharers = await self._catalog.read(shares.owners)
+        sharers = await self._catalog.read(shares.sharers)
         changed = []
         lost = set()
         for ino, sequence, killed_by in left.changed:

@@ -138,7 +138,7 @@ def run(transaction: Transaction, chance: random.Random) -> None:
         keep = {block for block in model.refers[ino] if chance.random() < 0.5}
         model.split(ino, made, keep)
         model.check()
-    assert shares.owners(transaction) <= set(model.refers)
+    assert shares.sharers(transaction) <= set(model.refers)
     while model.refers:
         ino = chance.choice(list(model.refers))
         if chance.random() < 0.6:

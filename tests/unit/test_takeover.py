@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import trio.testing
 
+from fpfs.core.control import PolicyChange
 from fpfs.core.engine import Left, LeftChanges
 from fpfs.daemon.catalog_aside import list_noted, list_partials
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
-from tests.support.rig import LARGE, Rig, rig
+from tests.support.rig import LARGE, ROOT, Rig, rig
 
 NOTED = 77
 """What the memory engine, which has no arena, is made to have noted."""
@@ -118,3 +119,31 @@ async def test_changes_that_may_not_be_whole_are_given_up(
         assert (f"inode {ino} (step): what was written and not committed is lost") in caplog.text
         assert (f"inode {other} (other): " in caplog.text) != is_certain
         assert await mount.read_file("step") == GOOD
+
+
+@trio.testing.trio_test
+async def test_who_shares_an_object_of_another_trims_it_no_more_than_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind the last block that one of them refers to may be the other's."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.policies.change(ROOT, PolicyChange(values={"versions": "2"}))
+        for content in (GOOD, TORN):
+            await mount.write_file("step", content)
+            await mount.commit.flush_all()
+        await mount.versions.restore(ROOT, b"step", 1, groups=mount.groups)
+        await mount.commit.flush_all()
+        (ino,) = await mount.catalog.read(
+            lambda t: t.execute("SELECT ino FROM names WHERE name = x'73746570'").fetchone()
+        )
+        (owned,) = await mount.catalog.read(
+            lambda t: t.execute("SELECT count(*) FROM objects WHERE ino = ?", (ino,)).fetchone()
+        )
+        assert owned == 0
+    monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, 5, 0)])
+    async with rig(tmp_path, devices=devices, is_successor=True) as mount:
+        assert [call for call in mount.engine.calls if call[0] == "recover"] == [
+            ("recover", ino, False)
+        ]
