@@ -117,3 +117,14 @@ async def test_a_group_that_was_removed_does_not_come_back_empty(tmp_path: Path)
         assert not mount.commit.idle
     async with rig(tmp_path, devices=devices) as mount:
         assert "group" not in await mount.names("")
+
+
+@trio.testing.trio_test
+async def test_a_group_is_durable_when_its_commit_is_answered(tmp_path: Path) -> None:
+    async with rig(tmp_path, durable_within_s=3600) as mount:
+        group = await make_group(mount, "group")
+        await mount.write_file("group/file", bytes(LARGE))
+        assert not mount.catalog.all_durable
+        await mount.groups.commit(group)
+        assert mount.catalog.all_durable
+        assert await mount.groups.uncommitted() == []
