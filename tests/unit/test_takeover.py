@@ -6,13 +6,17 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import trio.testing
 
 from fpfs.core.control import PolicyChange
 from fpfs.core.engine import Left, LeftChanges
+from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import list_noted, list_partials
+from fpfs.daemon.commit import Commit
+from fpfs.daemon.inodes import Inode
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -147,3 +151,52 @@ async def test_who_shares_an_object_of_another_trims_it_no_more_than_its_owner(
         assert [call for call in mount.engine.calls if call[0] == "recover"] == [
             ("recover", ino, False)
         ]
+
+
+class Changed(Arena):
+    """An engine that finds changes which make a version."""
+
+    handles_damaged = False
+
+    def left(self) -> Left:
+        """Whose handles may be missing."""
+        return super().left()._replace(handles_damaged=self.handles_damaged)
+
+    async def recover(self, ino: int, *, trim: bool) -> None:
+        """Let the inode be changed."""
+        await super().recover(ino, trim=trim)
+        await self.truncate(ino, 1)
+
+
+class Told(Commit):
+    """What is queued, and as whose end."""
+
+    told: ClassVar[list[tuple[int, int]]] = []
+
+    def closed(self, inode: Inode, *, killed_by: int = 0) -> None:
+        """Note it."""
+        self.told.append((inode.ino, killed_by))
+        super().closed(inode, killed_by=killed_by)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("is_successor", [False, True])
+@trio.testing.trio_test
+async def test_versions_are_queued_in_the_order_of_their_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool, is_successor: bool
+) -> None:
+    """Where handles may be missing, each may be of a writer who had not finished."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        for name in ("first", "second", "third"):
+            await mount.write_file(name, GOOD)
+        await mount.commit.flush_all()
+        inos = [(await mount.resolve(name)).ino for name in ("second", "third", "first")]
+    monkeypatch.setattr("tests.support.rig.MemoryEngine", Changed)
+    monkeypatch.setattr("tests.support.rig.Commit", Told)
+    monkeypatch.setattr(Told, "told", [])
+    monkeypatch.setattr(Changed, "handles_damaged", is_damaged)
+    changed = [LeftChanges(ino, 5 + number, 0) for number, ino in enumerate(inos)]
+    monkeypatch.setattr(Changed, "changed", changed)
+    async with rig(tmp_path, devices=devices, is_successor=is_successor):
+        assert Told.told == [(ino, ABANDONED if is_damaged else 0) for ino in inos]
