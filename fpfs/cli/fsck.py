@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -40,6 +41,9 @@ def _run(tool: str, check: Callable[[Progressing], CheckReport], *, json: bool) 
             report = check(bar.update)
     except Refused as refused:
         sys.stderr.write(f"{tool}: {refused}\n")
+        return EXIT_NOT_CHECKED
+    except Exception:  # noqa: BLE001 (Python's own exit status would say that all is corrected)
+        traceback.print_exc()
         return EXIT_NOT_CHECKED
     if json:
         text = msgspec.json.encode(report).decode()

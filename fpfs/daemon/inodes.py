@@ -44,6 +44,9 @@ NAMES_MAX = 100_000
 NAMES_LISTED_MAX = 1024
 """Names of a directory that are worth reading to answer the lookups that follow."""
 
+MODE_END = 1 << 16
+"""Modes are smaller."""
+
 LOOKUPS_UNKNOWN = 1 << 62
 """References that the kernel may hold since before this process served it."""
 
@@ -199,9 +202,14 @@ class InodeTable:
         return self._inodes.get(ino)
 
     def adopt(self, row: InodeRow) -> Inode:
-        """Return the inode of a row just read or written; one in memory knows as much or more."""
+        """Return the inode of a row just read or written; one in memory knows as much or more.
+
+        Raises `DamagedData` for a mode that cannot be.
+        """
         inode = self._inodes.get(row.ino)
         if inode is None:
+            if not 0 <= row.mode < MODE_END:
+                raise DamagedData(f"inode {row.ino} has the mode {row.mode}: run fpfs fsck")
             inode = self._inodes[row.ino] = Inode(row)
         return inode
 

@@ -492,3 +492,14 @@ def test_what_is_kept_beside_the_files_is_repaired(
     assert check(aside, repair=True).exit_status == 1
     again = check(aside, data=True)
     assert (again.findings, again.exit_status) == ((), 0)
+
+
+def test_a_mount_whose_catalogs_were_removed_cannot_be_checked() -> None:
+    with mounted(devices=2) as mount:
+        mount.allow_log("catalog")
+        for device in mount.devices:
+            (device / "catalog.db").unlink()
+        done = fsck(mount.root)
+        assert (done.returncode, done.stdout) == (8, "")
+        assert "it was removed" in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -266,6 +267,15 @@ def no_mode(devices: DeviceSet) -> None:
     devices.change(("UPDATE inodes SET mode = 0 WHERE ino = ?", [devices.ino("other")]))
 
 
+def negative_mode(devices: DeviceSet) -> None:
+    devices.change(("UPDATE inodes SET mode = -1 WHERE ino = ?", [devices.ino("other")]))
+
+
+def far_mode(devices: DeviceSet) -> None:
+    mode = stat.S_IFREG + 2**40
+    devices.change(("UPDATE inodes SET mode = ? WHERE ino = ?", [mode, devices.ino("small")]))
+
+
 def a_circle(devices: DeviceSet) -> None:
     folder, deeper = devices.ino("folder"), devices.ino("deeper")
     devices.change(
@@ -342,6 +352,8 @@ def absurd_sums(devices: DeviceSet) -> None:
         absurd_runs,
         names_that_are_paths,
         no_mode,
+        negative_mode,
+        far_mode,
         a_circle,
         an_unfinished_file_in_a_circle,
         a_group_in_a_circle,

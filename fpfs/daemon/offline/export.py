@@ -57,6 +57,8 @@ NO_LINK = frozenset(
 )
 """What a destination says that cannot have a link: there is a copy instead."""
 
+MODE_END = 1 << 16
+
 ENDING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """What a destination says that takes nothing more."""
 
@@ -73,6 +75,11 @@ class _Inode(NamedTuple):
     mtime_ns: int
     rdev: int
     target: bytes | None
+
+    @property
+    def kind(self) -> int:
+        """What the mode says that it is; 0 for one that cannot be."""
+        return stat.S_IFMT(self.mode) if 0 <= self.mode < MODE_END else 0
 
 
 class _Folder(NamedTuple):
@@ -243,7 +250,7 @@ class _Export:
         """Copy an inode: the content of a directory, or anything else under its name."""
         inode = self._inode(ino)
         self._destination_fd = destination_fd
-        if inode is not None and stat.S_ISDIR(inode.mode):
+        if inode is not None and inode.kind == stat.S_IFDIR:
             self._directories_seen.add(ino)
             self._copy_entries(_Folder(ino, destination_fd, b"", depth=0))
             self._set_attributes(destination_fd, inode, b".")
@@ -315,7 +322,7 @@ class _Export:
     def _make(self, inode: _Inode, name: bytes, folder: _Folder) -> None:
         """Make one thing in the destination. Raises OSError."""
         path = folder.path_of(name)
-        match stat.S_IFMT(inode.mode):
+        match inode.kind:
             case stat.S_IFDIR:
                 self._make_directory(inode, name, folder)
                 return

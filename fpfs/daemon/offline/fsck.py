@@ -96,7 +96,14 @@ def check_mounted(entry: MountEntry, wishes: Wishes) -> CheckReport:
     with ControlClient(entry, asked=asked) as client:
         status = client.ask(Verb.STATUS, Status, timeout_s=STATUS_TIMEOUT_S)
     devices = [DeviceDirectory(each.number, each.path, "") for each in status.devices]
-    path = next(Path(copy.path) for copy in status.catalog.copies if not copy.trouble)
+    usable = [Path(copy.path) for copy in status.catalog.copies if not copy.trouble]
+    if not usable:
+        raise Refused(
+            asked=asked,
+            wrong="; ".join(f"{copy.path}: {copy.trouble}" for copy in status.catalog.copies),
+            remedy="unmount it, which writes the catalog once more, and see what that says",
+        )
+    path = usable[0]
 
     def look(stack: contextlib.ExitStack) -> CatalogImage:
         folder = stack.enter_context(image_folder(asked))

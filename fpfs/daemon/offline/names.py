@@ -141,7 +141,7 @@ def _check_fixed(connection: sqlite3.Connection) -> Iterator[Found]:
     """The root and the directories that every filesystem has."""
     for ino in (ROOT_INO, *_FIXED):
         row = connection.execute("SELECT mode, parent FROM inodes WHERE ino = ?", (ino,)).fetchone()
-        if row is None or not stat.S_ISDIR(row[0]):
+        if row is None or row[0] >> 12 != _DIRECTORY:
             text = f"the directory with inode {ino}, which every filesystem has, is missing"
             yield Found(Finding(kind=Kind.STRUCTURE, text=text, ino=ino))
         elif ino == ROOT_INO and row[1] != ROOT_INO:
@@ -164,7 +164,7 @@ def _check_inodes(connection: sqlite3.Connection, paths: Paths) -> Iterator[Foun
     ).fetchall()
     for ino, mode, size, target_bytes in rows:
         what = f"mode {mode:o}, size {size}"
-        if stat.S_ISLNK(mode):
+        if mode >> 12 == link:
             what += f", a target of {target_bytes or 0} bytes"
         text = f"{paths.show(ino)} has impossible attributes: {what}"
         yield Found(Finding(kind=Kind.INODE, text=text, ino=ino))
@@ -279,7 +279,7 @@ def _check_links(
     ).fetchall()
     fixed = {ino: parent for ino, _permissions, parent, *_rest in FIXED_DIRECTORIES}
     for ino, mode, nlink, names, folders in rows:
-        is_directory = stat.S_ISDIR(mode)
+        is_directory = mode >> 12 == _DIRECTORY
         # The root does not count `.fpfs`; `.fpfs` counts its directory.
         subfolders = folders + sum(parent == ino != ROOT_INO for parent in fixed.values())
         wanted = subfolders + 2 if is_directory else names
