@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_aside, catalog_groups, catalog_withheld
 from fpfs.daemon.catalog_worker import Transaction
-from fpfs.daemon.offline.findings import show_name
 
 if TYPE_CHECKING:
     import sqlite3
