@@ -191,12 +191,14 @@ class LeftChanges(NamedTuple):
     """An inode with changes that the catalog may not know of.
 
     `sequence` is that of the last one, as `Snapshot.noted` counts. `killed_by` is the signal that
-    ended the last writer that closed it, or 0.
+    ended the last writer that closed it, or 0. `closed`: a last writer has closed what is not
+    committed, whoever has opened the inode since.
     """
 
     ino: int
     sequence: int
     killed_by: int
+    closed: bool
 
 
 class Released(NamedTuple):

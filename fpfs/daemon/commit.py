@@ -214,6 +214,10 @@ class Commit:
         inode.killed_by = killed_by
         self._enqueue(inode, last=True)
 
+    def reopened(self, inode: Inode) -> None:
+        """Queue a version that was closed before somebody opened the inode again."""
+        self._enqueue(inode, last=False)
+
     def truncated(self, inode: Inode) -> None:
         """Queue an inode that was changed without a writable handle."""
         inode.killed_by = 0
