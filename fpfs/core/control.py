@@ -20,7 +20,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -381,9 +381,9 @@ def _paths_of(entry: MountEntry) -> list[str]:
     return [*paths, *(path for path in _bound_paths(entry.device) if path not in paths)]
 
 
-def _is_kept(entry: MountEntry) -> bool:
-    """Whether a keeper of the mount lives, so that there will be a server again."""
-    return any(os.path.exists(f"/proc/{path.rsplit('.', 2)[1]}") for path in _paths_of(entry))
+def _are_kept(paths: Sequence[str]) -> bool:
+    """Whether the keeper of one of these sockets lives, so that there will be a server again."""
+    return any(os.path.exists(f"/proc/{path.rsplit('.', 2)[1]}") for path in paths)
 
 
 def runtime_folders(uid: int) -> list[str]:
@@ -444,6 +444,9 @@ class ControlClient:
         self._entry = entry
         self._mountpoint = entry.mountpoint
         self._request: Request | None = None
+        self._path: str | None = None
+        """Where the first server listened, and so will the next ones. What else has the mount's
+        device number by then is another mount."""
         self._use(self._connect(entry, deadline_s=time.monotonic() + RESTART_S))
 
     def _use(self, connection: socket.socket) -> None:
@@ -457,7 +460,7 @@ class ControlClient:
             connection = self._try_connect(entry)
             if connection is not None:
                 return connection
-            if time.monotonic() > deadline_s or not _is_kept(entry):
+            if time.monotonic() > deadline_s or not _are_kept(self._paths(entry)):
                 raise Refused(
                     asked=self._asked,
                     wrong=f"no server of user {entry.owner_uid} answers for {self._mountpoint}",
@@ -465,9 +468,12 @@ class ControlClient:
                 )
             time.sleep(CONNECT_AGAIN_S)
 
+    def _paths(self, entry: MountEntry) -> Sequence[str]:
+        return _paths_of(entry) if self._path is None else [self._path]
+
     def _try_connect(self, entry: MountEntry) -> socket.socket | None:
         is_denied = False
-        for path in _paths_of(entry):
+        for path in self._paths(entry):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(path)
@@ -477,6 +483,7 @@ class ControlClient:
                 continue
             # Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
             if peer(connection).uid in (0, entry.owner_uid):
+                self._path = path
                 return connection
             connection.close()
         if is_denied:

@@ -29,7 +29,7 @@ from fpfs.core.control import (
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.crash.kill import Team, kill_again_and_again
 from tests.support.processes import expect_line, python_child, tell
-from tests.support.servers import EXIT_TIMEOUT_S, kill, wait_for_exit
+from tests.support.servers import EXIT_TIMEOUT_S, kill, stop, wait_for_exit
 
 DIED = r"fpfs.keeper: server \d+ died"
 
@@ -127,7 +127,7 @@ def test_a_listing_goes_on(mount: Mount) -> None:
 
 
 def test_requests_that_wait_are_answered_by_the_next_server(mount: Mount) -> None:
-    os.kill(mount.server_pid, signal.SIGSTOP)
+    stop(mount.server_pid)
     results: dict[str, object] = {}
 
     def make() -> None:
@@ -266,13 +266,13 @@ def test_what_the_tools_asked_a_server_that_dies_is_asked_the_next_one(mount: Mo
     ]
     for verb, kind in asked:
         with ControlClient(entry, asked="test") as client:
-            os.kill(mount.server_pid, signal.SIGSTOP)  # so that it does not answer before it dies
+            stop(mount.server_pid)  # so that it does not answer before it dies
             client.send(verb, ino=ino)
             os.kill(mount.server_pid, signal.SIGKILL)
             client.receive(kind, timeout_s=EXIT_TIMEOUT_S)
         mount.note_processes()
     with ControlClient(entry, asked="test") as client:
-        os.kill(mount.server_pid, signal.SIGSTOP)
+        stop(mount.server_pid)
         client.send(Verb.RESTART)
         os.kill(mount.server_pid, signal.SIGKILL)
         with pytest.raises(ServerEnded):
@@ -285,7 +285,7 @@ def test_an_unmount_goes_on_with_the_next_server(mount: Mount) -> None:
     content = os.urandom(30_000_000)
     for _ in range(3):
         (mount.root / "file").write_bytes(content)
-        os.kill(mount.server_pid, signal.SIGSTOP)
+        stop(mount.server_pid)
         with start_fpfs("umount", mount.root) as unmount:
             while not any_asks(mount):
                 assert unmount.poll() is None

@@ -17,6 +17,7 @@ import pytest
 from fpfs.core.control import (
     PROTOCOL_VERSION,
     ControlClient,
+    ServerEnded,
     Status,
     Verb,
     runtime_folders,
@@ -26,6 +27,7 @@ from fpfs.core.refusal import Refused
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.crash import crash
 from tests.support.processes import run
+from tests.support.servers import stop
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_many_clients_at_once(mount: Mount) -> None:
 
 @pytest.mark.parametrize("verb", ["status", "flush"])
 def test_a_server_that_hangs_is_not_waited_for_forever(mount: Mount, verb: str) -> None:
-    os.kill(mount.server_pid, signal.SIGSTOP)
+    stop(mount.server_pid)
     try:
         done = run_fpfs(verb, "--timeout", "0.2", mount.root, module="fpfs.cli.ctl")
     finally:
@@ -202,7 +204,7 @@ def test_a_server_that_ends_instead_of_answering() -> None:
     with mounted() as made:
         entry = made.entry()
         assert entry is not None
-        os.kill(made.server_pid, signal.SIGSTOP)  # so that it does not answer before it ends
+        stop(made.server_pid)  # so that it does not answer before it ends
         with ControlClient(entry, asked="test") as client:
             client.send(Verb.STATUS)
             crash(made)
@@ -211,4 +213,25 @@ def test_a_server_that_ends_instead_of_answering() -> None:
         assert str(refused.value) == (
             f"test: the server of {made.root} ended without an answer; its log says why"
         )
+        made.mount()
+
+
+def test_another_mount_of_the_same_number_is_not_asked() -> None:
+    """The kernel gives the number of a mount that has ended to the next one."""
+    folder = next(path for path in runtime_folders(os.geteuid()) if os.path.isdir(path))
+    with mounted() as made, mounted() as other:
+        entry, theirs = made.entry(), other.entry()
+        assert entry is not None
+        assert theirs is not None
+        link = Path(socket_path(entry.device, folder=folder, pid=other.keeper_pid))
+        stop(made.server_pid)
+        with ControlClient(entry, asked="test") as client:
+            client.send(Verb.STATUS)
+            crash(made)
+            link.symlink_to(socket_path(theirs.device, folder=folder, pid=other.keeper_pid))
+            try:
+                with pytest.raises(ServerEnded):
+                    client.receive(Status)
+            finally:
+                link.unlink()
         made.mount()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
+from pathlib import Path
 
 from fpfs.testing.mounted import Mount
 
@@ -22,6 +24,17 @@ def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> None:
         os.close(process_fd)
     os.listdir(mount.root)  # waits for the next one
     mount.note_processes()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: kill(2) returns before."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while not all(
+        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ):
+        assert time.monotonic() < deadline_s, f"process {pid} does not stop"
 
 
 def wait_for_exit(pid: int) -> None:
