@@ -91,8 +91,8 @@ class TakeOver:
         kept = unnamed if with_handles else frozenset()
         left = self._engine.left()
         changed, lost = await self._recover_all(left, gone=unnamed - kept)
-        reopened = {change.ino for change in left.changed if change.closed}
-        abandoned = set() if with_handles else _written_to(left.handles) - reopened
+        was_closed = {change.ino for change in left.changed if change.closed}
+        abandoned = set() if with_handles else _written_to(left.handles) - was_closed
         if left.handles_damaged:  # who knows who could write
             abandoned = {inode.ino for inode, _killed_by in changed}
         if not with_handles:
@@ -111,7 +111,7 @@ class TakeOver:
         await self._tell_lost(lost)
         if with_handles:
             await self._keep_referenced(kept - await self._catalog.read(list_held))
-        closed = self._queue_closed(changed, abandoned=abandoned, reopened=reopened)
+        closed = self._queue_closed(changed, abandoned=abandoned, was_closed=was_closed)
         if not with_handles:
             await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
         for inode in self._held:
@@ -125,7 +125,7 @@ class TakeOver:
         changed: Sequence[tuple[Inode, int]],
         *,
         abandoned: Collection[int],
-        reopened: Collection[int],
+        was_closed: Collection[int],
     ) -> int:
         """Queue what was closed and is not committed; returns how much that is.
 
@@ -134,7 +134,7 @@ class TakeOver:
         """
         closed = 0
         for inode, killed_by in changed:
-            if not self._inodes.refresh(inode) or (inode.writers and inode.ino not in reopened):
+            if not self._inodes.refresh(inode) or (inode.writers and inode.ino not in was_closed):
                 continue
             closed += 1
             if inode.writers:
