@@ -191,14 +191,12 @@ class LeftChanges(NamedTuple):
     """An inode with changes that the catalog may not know of.
 
     `sequence` is that of the last one, as `Snapshot.noted` counts. `killed_by` is the signal that
-    ended the last writer that closed it, or 0. `closed`: a last writer has closed what is not
-    committed, whoever has opened the inode since.
+    ended the last writer that closed it, or 0.
     """
 
     ino: int
     sequence: int
     killed_by: int
-    closed: bool
 
 
 class Released(NamedTuple):

@@ -101,7 +101,6 @@ class _Entry:
         "drained",
         "error",
         "inode",
-        "is_complete",
         "killed_by",
         "last",
         "number",
@@ -116,8 +115,6 @@ class _Entry:
         self.last = last
         self.killed_by = inode.killed_by
         """The signal that ended the writer of this version; that of a later one may be another."""
-        self.is_complete = False
-        """Whether what comes later is another version, though this one has not started yet."""
         self.previous = previous
         """The entry of the same inode that is ahead in the queue, if any."""
         self.started = False
@@ -216,10 +213,6 @@ class Commit:
         """
         inode.killed_by = killed_by
         self._enqueue(inode, last=True)
-
-    def reopened(self, inode: Inode) -> None:
-        """Queue a version that was closed before somebody opened the inode again."""
-        self._enqueue(inode, last=False).is_complete = True
 
     def truncated(self, inode: Inode) -> None:
         """Queue an inode that was changed without a writable handle."""
@@ -417,8 +410,7 @@ class Commit:
     def _enqueue(self, inode: Inode, *, last: bool) -> _Entry:
         """Queue an inode behind everything closed before it."""
         tail = self._queue[-1] if self._queue else None
-        is_open = tail is not None and not tail.started and not tail.is_complete
-        if tail is not None and tail.inode is inode and is_open:
+        if tail is not None and tail.inode is inode and not tail.started:
             # Nothing was queued in between, so committing both at once keeps the order.
             tail.last = last
             tail.killed_by = inode.killed_by

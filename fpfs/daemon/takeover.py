@@ -91,8 +91,7 @@ class TakeOver:
         kept = unnamed if with_handles else frozenset()
         left = self._engine.left()
         changed, lost = await self._recover_all(left, gone=unnamed - kept)
-        was_closed = {change.ino for change in left.changed if change.closed}
-        abandoned = set() if with_handles else _written_to(left.handles) - was_closed
+        abandoned = set() if with_handles else _written_to(left.handles)
         if left.handles_damaged:  # who knows who could write
             abandoned = {inode.ino for inode, _killed_by in changed}
         if not with_handles:
@@ -111,7 +110,7 @@ class TakeOver:
         await self._tell_lost(lost)
         if with_handles:
             await self._keep_referenced(kept - await self._catalog.read(list_held))
-        closed = self._queue_closed(changed, abandoned=abandoned, was_closed=was_closed)
+        closed = self._queue_closed(changed, abandoned=abandoned)
         if not with_handles:
             await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
         for inode in self._held:
@@ -121,27 +120,15 @@ class TakeOver:
         )
 
     def _queue_closed(
-        self,
-        changed: Sequence[tuple[Inode, int]],
-        *,
-        abandoned: Collection[int],
-        was_closed: Collection[int],
+        self, changed: Sequence[tuple[Inode, int]], *, abandoned: Collection[int]
     ) -> int:
-        """Queue what was closed and is not committed; returns how much that is.
-
-        What was closed, and opened again before it was current, is queued as it is now: of what is
-        staged nobody can tell who wrote it.
-        """
+        """Queue what was closed and is not committed; returns how much that is."""
         closed = 0
         for inode, killed_by in changed:
-            if not self._inodes.refresh(inode) or (inode.writers and inode.ino not in was_closed):
-                continue
-            closed += 1
-            if inode.writers:
-                self._commit.reopened(inode)
-            else:
+            if not inode.writers and self._inodes.refresh(inode):
                 is_abandoned = inode.ino in abandoned
                 self._commit.closed(inode, killed_by=ABANDONED if is_abandoned else killed_by)
+                closed += 1
         return closed
 
     def _spoil_written(self, left: Left) -> set[int]:
@@ -188,7 +175,7 @@ class TakeOver:
         sharers = await self._catalog.read(shares.sharers)
         changed = []
         lost = set()
-        for ino, sequence, killed_by, _closed in left.changed:
+        for ino, sequence, killed_by in left.changed:
             inode = None
             # What was put aside is another inode's, although the arena was not told of it any more.
             is_wanted = ino not in gone and sequence > noted.get(ino, 0)

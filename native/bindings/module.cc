@@ -239,8 +239,7 @@ void bind_takeover(nb::class_<Engine>& type) {
              }
              nb::list changed;
              for (const Engine::Left::Changed& inode : left.changed) {
-               changed.append(
-                   nb::make_tuple(inode.ino, inode.sequence, inode.killed_by, inode.closed));
+               changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by));
              }
              nb::list suspects;
              for (const uint64_t ino : left.suspects) suspects.append(ino);

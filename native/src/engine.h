@@ -140,7 +140,6 @@ class Engine : public Plane {
       uint64_t ino;
       uint64_t sequence;  // of the last change
       int killed_by;      // the signal that ended the last writer that closed it, or 0
-      bool closed;        // a last writer has closed it, whoever has opened it since
     };
     std::vector<arena::HandleRecord> handles;
     std::vector<Changed> changed;

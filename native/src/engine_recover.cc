@@ -120,7 +120,7 @@ Engine::Left Engine::left() const {
   for (const auto& [ino, remainder] : remainders_) {
     const uint64_t last = std::max(remainder.closed, remainder.changed);
     ordered.push_back({remainder.closed != 0 ? remainder.closed : remainder.changed,
-                       {ino, last, remainder.killed_by, remainder.closed != 0}});
+                       {ino, last, remainder.killed_by}});
   }
   std::sort(ordered.begin(), ordered.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });

@@ -631,22 +631,6 @@ async def test_what_was_closed_becomes_current_although_the_next_writer_is_kille
 
 
 @trio.testing.trio_test
-async def test_what_a_take_over_queues_is_a_version_of_its_own(tmp_path: Path) -> None:
-    """Who has the file open again may be killed before that version's drain has begun."""
-    async with rig(tmp_path) as mount:
-        await mount.write_file("step.pt", b"a" * LARGE)
-        await mount.commit.flush_all()
-        again = await mount.open("step.pt", flags=os.O_WRONLY)
-        mount.engine.write(again, 0, b"b" * LARGE)
-        mount.commit.reopened(await mount.resolve("step.pt"))
-        mount.engine.kernel_releases(again, killed_by=signal.SIGKILL)
-        mount.namespace.catch_up()
-        await mount.commit.make_names_durable()
-        assert await mount.read_file("step.pt") == b"b" * LARGE
-        assert await mount.names(".fpfs/partial") == {".", ".."}
-
-
-@trio.testing.trio_test
 async def test_a_sync_that_a_close_overtakes_makes_no_version(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount, trio.open_nursery() as nursery:
         await mount.policies.change(ROOT, PolicyChange(values={"versions": "1"}))

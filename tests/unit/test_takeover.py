@@ -81,7 +81,7 @@ async def test_what_was_put_aside_is_not_taken_over_again(
         ino = await put_aside(mount)
         await mount.catalog.write(lambda t: t.execute("UPDATE partials SET noted = ?", (NOTED,)))
     monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
-    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, sequence, signal.SIGKILL, closed=True)])
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, sequence, signal.SIGKILL)])
     async with rig(tmp_path, devices=devices, is_successor=is_successor) as mount:
         assert [call[:2] for call in mount.engine.calls if call[0] in ("abandon", "recover")] == [
             (what, ino)
@@ -112,11 +112,7 @@ async def test_changes_that_may_not_be_whole_are_given_up(
         if is_open:
             await mount.open("step", flags=os.O_WRONLY)
     monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
-    monkeypatch.setattr(
-        Arena,
-        "changed",
-        [LeftChanges(ino, 5, 0, closed=True), LeftChanges(other, 6, 0, closed=True)],
-    )
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, 5, 0), LeftChanges(other, 6, 0)])
     monkeypatch.setattr(Arena, "suspects", frozenset({ino}))
     monkeypatch.setattr(Arena, "all_suspect", not is_certain)
     async with rig(tmp_path, devices=devices, is_successor=True) as mount:
@@ -150,7 +146,7 @@ async def test_who_shares_an_object_of_another_trims_it_no_more_than_its_owner(
         )
         assert owned == 0
     monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
-    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, 5, 0, closed=True)])
+    monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, 5, 0)])
     async with rig(tmp_path, devices=devices, is_successor=True) as mount:
         assert [call for call in mount.engine.calls if call[0] == "recover"] == [
             ("recover", ino, False)
@@ -200,7 +196,7 @@ async def test_versions_are_queued_in_the_order_of_their_closes(
     monkeypatch.setattr("tests.support.rig.Commit", Told)
     monkeypatch.setattr(Told, "told", [])
     monkeypatch.setattr(Changed, "handles_damaged", is_damaged)
-    changed = [LeftChanges(ino, 5 + number, 0, closed=True) for number, ino in enumerate(inos)]
+    changed = [LeftChanges(ino, 5 + number, 0) for number, ino in enumerate(inos)]
     monkeypatch.setattr(Changed, "changed", changed)
     async with rig(tmp_path, devices=devices, is_successor=is_successor):
         assert Told.told == [(ino, ABANDONED if is_damaged else 0) for ino in inos]
