@@ -260,6 +260,7 @@ class File : public std::enable_shared_from_this<File> {
   void replay(const JournalEntry& entry) REQUIRES(mutex_);
   void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
   void find_garbage() REQUIRES(mutex_);
+  void keep_written_in_tails() REQUIRES(mutex_);
   void trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes, Actions& actions)
       REQUIRES(mutex_);
   Outcome zero_recovered_tails(Actions& actions) REQUIRES(mutex_);
@@ -379,7 +380,6 @@ class File : public std::enable_shared_from_this<File> {
   struct RecoveredTail {  // bytes that a truncation cut off, of the block that remains
     uint64_t begin;
     uint64_t end;
-    uint64_t sequence;
   };
   std::vector<StagedSlot> recovered_slots_ GUARDED_BY(mutex_);  // not in chains_ yet
   std::vector<RecoveredTail> recovered_tails_ GUARDED_BY(mutex_);

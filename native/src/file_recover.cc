@@ -79,6 +79,7 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
     plane_.arena().give(staged.slot);
     return true;
   });
+  keep_written_in_tails();
   for (const StagedSlot& staged : recovered_slots_) {
     if (staged.record.chunk != 0 || staged.slot->ranges.last_end() > kInlineBytesMax) {
       inline_mode_ = false;  // what was inline is part of a slot, or lies on a device
@@ -148,7 +149,7 @@ void File::replay_truncation(uint64_t size, uint64_t sequence) {
   if (size == 0) {
     inline_mode_ = true;
   } else if (size % kBlockBytes != 0 && written_at(size)) {
-    recovered_tails_.push_back({size, blocks_up(size) * kBlockBytes, sequence});
+    recovered_tails_.push_back({size, blocks_up(size) * kBlockBytes});
   }
 }
 
@@ -170,6 +171,25 @@ void File::find_garbage() {
     for (const auto& [begin, end] : ranges) {
       const Place place{key.second, static_cast<uint32_t>(begin), key.first, false};
       garbage_.push_back(Extent{0, end - begin, place});
+    }
+  }
+}
+
+// What was written behind a truncation is newer than its zeros. Found before the first slot is put
+// back: it may be on a device, and out of the chains, before the last one is.
+void File::keep_written_in_tails() {
+  for (const RecoveredTail& tail : std::exchange(recovered_tails_, {})) {
+    const uint64_t start = tail.begin / placement_.chunk_bytes * placement_.chunk_bytes;
+    RangeSet newer;
+    for (const StagedSlot& staged : recovered_slots_) {
+      if (staged.record.chunk * placement_.chunk_bytes != start) continue;
+      for (const auto& range : staged.slot->ranges.all()) newer.add(range.begin, range.end);
+    }
+    const auto end = static_cast<uint32_t>(tail.end - start);
+    for (auto at = static_cast<uint32_t>(tail.begin - start); at < end;) {
+      const uint32_t free = newer.free_until(at, end);
+      if (free > at) recovered_tails_.push_back({start + at, start + free});
+      at = newer.taken_until(free);
     }
   }
 }
@@ -218,30 +238,16 @@ Outcome File::attach_recovered() {
 }
 
 // What a truncation cut off of a block must not come back by extending, and the dead process may
-// not have come to overwrite it with zeros. What was written there later stays.
+// not have come to overwrite it with zeros.
 Outcome File::zero_recovered_tails(Actions& actions) {
   for (; !recovered_tails_.empty(); recovered_tails_.pop_back()) {
     const RecoveredTail& tail = recovered_tails_.back();
-    const uint64_t chunk = tail.begin / placement_.chunk_bytes;
-    const uint64_t start = chunk * placement_.chunk_bytes;
-    RangeSet newer;
-    if (const auto chain = chains_.find(chunk); chain != chains_.end()) {
-      for (const Slot* slot : chain->second) {
-        for (const auto& range : slot->ranges.all()) newer.add(range.begin, range.end);
-      }
-    }
-    const auto end = static_cast<uint32_t>(tail.end - start);
-    for (auto at = static_cast<uint32_t>(tail.begin - start); at < end;) {
-      const uint32_t free = newer.free_until(at, end);
-      if (free > at) {
-        Payload payload;
-        payload.add(zeros, free - at);
-        const Outcome outcome =
-            write_locked(start + at, free - at, payload, nullptr, nullptr, false, actions);
-        if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
-      }
-      at = newer.taken_until(free);
-    }
+    const uint64_t length = tail.end - tail.begin;
+    Payload payload;
+    payload.add(zeros, length);
+    const Outcome outcome =
+        write_locked(tail.begin, length, payload, nullptr, nullptr, false, actions);
+    if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
   }
   return {};
 }

@@ -15,6 +15,7 @@ namespace {
 
 constexpr uint64_t kIno = 7;
 constexpr uint64_t kFileBytes = 3 * 1024 * 1024;
+constexpr uint64_t kChunkBytes = 256 * 1024;
 
 enum class Kind { Write, Truncate, Punch, Allocate, Commit };
 
@@ -298,9 +299,19 @@ TEST_CASE("takeover: what was written behind a truncation in its block is kept")
   model.resize(70'000);
   model.resize(80'000);
   model += "later";
+  SUBCASE("and all of it is put back at once") {}
+  SUBCASE("and it is on a device before the rest has space") {
+    // More blocks than the first preallocation of both devices, and no chunk that is full.
+    for (uint64_t at = kChunkBytes; at < 30 * kChunkBytes; at += kChunkBytes) {
+      const std::string more = random_bytes(130'000, at);
+      REQUIRE(succession.first->write(*file, at, more) == 0);
+      model.resize(at);
+      model += more;
+    }
+  }
   CHECK(succession.second == nullptr);
   const auto taken = succession.take_over();
-  CHECK(succession.second->read(*taken, 0, 200'000) == model);
+  CHECK(succession.second->read(*taken, 0, 30 * kChunkBytes) == model);
 }
 
 // Whether the size changed before the snapshot was made, which is what there is to see.
