@@ -246,6 +246,8 @@ class LogRecord(NamedTuple):
 
     level: int
     message: str
+    refused: int = 0
+    """Ticket of a request that is to be refused (`complete_write`) when this is in the log."""
 
 
 class ChannelClosed(NamedTuple):
@@ -405,7 +407,7 @@ class Engine(Protocol):
         """Errno of an I/O error not yet reported through this handle, or 0."""
 
     def complete_write(self, ticket: int, errno: int) -> None:
-        """Answer a `SyncWrite`: 0 when it is durable."""
+        """Answer a `SyncWrite`, 0 when it is durable, or a refused request of a `LogRecord`."""
 
     def set_gives_way(self) -> None:
         """Let writes that find no space wait and ask for it (`SpaceWanted`), instead of failing."""
@@ -475,8 +477,8 @@ class NativeEngine:
                 self._send.send_nowait(SyncWrite(ticket, ino))
             case ("space", ino, refused):
                 self._send.send_nowait(SpaceWanted(ino, refused))
-            case ("log", level, message):
-                self._send.send_nowait(LogRecord(level, message))
+            case ("log", level, message, refused):
+                self._send.send_nowait(LogRecord(level, message, refused))
             case ("closed", error):
                 self._send.send_nowait(ChannelClosed(error))
             case ("released",):

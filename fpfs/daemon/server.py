@@ -16,6 +16,7 @@ Concurrency: one trio loop. Everything that blocks runs in threads, or before th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -323,6 +324,8 @@ class Server:
                     nursery.start_soon(self._make_room, ino, refused)
                 case LogRecord():
                     logging.getLogger("fpfs.engine").log(event.level, "%s", event.message)
+                    if event.refused:
+                        self._engine.complete_write(event.refused, errno.EIO)
                 case HandlesReleased():
                     pass  # the namespace has caught up
                 case ChannelClosed():

@@ -70,7 +70,7 @@ nb::tuple event_tuple(const Event& event) {
           }
           return nb::make_tuple("done", e.ticket, e.error, damage);
         } else if constexpr (std::is_same_v<T, LogEvent>) {
-          return nb::make_tuple("log", e.level, e.message);
+          return nb::make_tuple("log", e.level, e.message, e.ticket);
         } else if constexpr (std::is_same_v<T, ReleasedEvent>) {
           return nb::make_tuple("released");
         } else if constexpr (std::is_same_v<T, SpaceEvent>) {

@@ -148,6 +148,7 @@ class Channel {
   void finish_write(const ParkedWrite& write, int error);
   void finish_change(const Done& done, uint64_t ino, bool sync);
   void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
+  uint64_t keep_unanswered(const Done& done) EXCLUDES(sync_mutex_);
   void note_writer(Handle& handle, uint64_t owner);
   void note_end(Handle& handle, pid_t thread) REQUIRES(handle.mutex);
   bool waits_for_changes(const Handle& handle) const;
@@ -222,7 +223,8 @@ class Channel {
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 
   Mutex sync_mutex_;
-  std::unordered_map<uint64_t, Done> sync_writes_ GUARDED_BY(sync_mutex_);  // by ticket
+  // By ticket: changes that are to be durable first, and requests that are to be in the log.
+  std::unordered_map<uint64_t, Done> unanswered_ GUARDED_BY(sync_mutex_);
 
   Mutex parked_mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<Waiting>> parked_

@@ -55,19 +55,21 @@ void Channel::wait_answered(uint64_t unique, steady_clock::time_point until) {
   }
 }
 
-// Answers a request that server after server has died of.
+// A request that server after server has died of. It is answered when the log tells of it: this
+// server may be the next to die, of another request.
 bool Channel::refuse_condemned(const FuseRequest& request) {
   const fuse_in_header& header = request.header();
   if (condemned_.empty() || (header.unique & wire::kUniqueResent) == 0) return false;
   const uint64_t unique = header.unique & ~wire::kUniqueResent;
   if (std::find(condemned_.begin(), condemned_.end(), unique) == condemned_.end()) return false;
-  engine_.log(40, std::string(operation_name(header.opcode)) + " (request " +
-                      std::to_string(unique) + ") of inode " + std::to_string(header.nodeid) +
-                      " by user " + std::to_string(header.uid) + ", process " +
-                      std::to_string(header.pid) +
-                      ", is answered with EIO: " + std::to_string(arena::kDeathsMax) +
-                      " servers died of it within " + std::to_string(kBlameMs / 1000) + " s");
-  reply(header.unique, EIO);
+  const uint64_t ticket = keep_unanswered({.unique = header.unique, .bytes = std::nullopt});
+  std::string message = std::string(operation_name(header.opcode)) + " (request " +
+                        std::to_string(unique) + ") of inode " + std::to_string(header.nodeid) +
+                        " by user " + std::to_string(header.uid) + ", process " +
+                        std::to_string(header.pid) +
+                        ", is answered with EIO: " + std::to_string(arena::kDeathsMax) +
+                        " servers died of it within " + std::to_string(kBlameMs / 1000) + " s";
+  engine_.post(LogEvent{40, std::move(message), ticket});
   return true;
 }
 

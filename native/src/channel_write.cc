@@ -155,22 +155,25 @@ void Channel::finish_change(const Done& done, uint64_t ino, bool sync) {
 // Answers what succeeded, at once or when it is durable.
 void Channel::finish(const Done& done, uint64_t ino, bool sync) {
   if (!sync) return reply_done(done);
+  engine_.post(SyncWriteEvent{keep_unanswered(done), ino});
+}
+
+// Until complete_write() is called with the ticket.
+uint64_t Channel::keep_unanswered(const Done& done) {
   const uint64_t ticket = engine_.next_ticket();
-  {
-    const MutexLock lock(sync_mutex_);
-    sync_writes_[ticket] = done;
-  }
-  engine_.post(SyncWriteEvent{ticket, ino});
+  const MutexLock lock(sync_mutex_);
+  unanswered_[ticket] = done;
+  return ticket;
 }
 
 void Channel::complete_write(uint64_t ticket, int error) {
   Done done;
   {
     const MutexLock lock(sync_mutex_);
-    const auto it = sync_writes_.find(ticket);
-    if (it == sync_writes_.end()) return;
+    const auto it = unanswered_.find(ticket);
+    if (it == unanswered_.end()) return;
     done = it->second;
-    sync_writes_.erase(it);
+    unanswered_.erase(it);
   }
   if (error != 0) return reply(done.unique, error);
   reply_done(done);

@@ -98,6 +98,7 @@ struct SpaceEvent {
 struct LogEvent {
   int level;
   std::string message;
+  uint64_t ticket = 0;  // of a request that waits for complete_write(), when this is in the log
 };
 struct ClosedEvent {
   int error;
