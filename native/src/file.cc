@@ -180,13 +180,17 @@ void File::release_slot(Slot* slot, Actions& actions) {
   }
   slot->reserved.reset();
   plane_.arena().age_remove(slot);
-  if (slot->lease != -1) {
-    slot->orphan = true;
-  } else if (slot->pins > 0) {
-    slot->give_when_unpinned = true;
-  } else {
+  if (slot->lease == -1 && slot->pins == 0) {
     plane_.arena().give(slot);
     actions.add([this] { plane_.wake(); });
+    return;
+  }
+  // Who takes the arena over must not put it over what is written until then.
+  plane_.arena().publish(slot, arena::SlotState::Free, 0, 0, 0, 0);
+  if (slot->lease != -1) {
+    slot->orphan = true;
+  } else {
+    slot->give_when_unpinned = true;
   }
 }
 

@@ -575,8 +575,12 @@ void File::committed(uint64_t sequence) {
     for (const auto& key : std::exchange(snapshot_dead_, {})) objects_.erase(key);
     // A file without changes has nothing in the journal that matters, whenever it was entered.
     const bool clean = sequence_ == sequence;
+    // A slot can outlive the journal's word of a later change of the size or the times.
+    if (clean && inline_mode_ && !chains_.empty()) {
+      for (Slot* slot : chains_.begin()->second) publish(slot, arena::SlotState::Filling);
+    }
     plane_.arena().journal().settle(ino_, clean ? UINT64_MAX : snapshot_noted_);
-    if (inline_mode_ && sequence_ == sequence) {
+    if (inline_mode_ && clean) {
       inline_ = compose_inline();
       std::vector<Slot*> done;
       for (const auto& [chunk, chain] : chains_)

@@ -64,7 +64,8 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
     mutex_.assert_held();
     for (; next != slots.end() && next->record.sequence < sequence; ++next) {
       size_ = next->record.file_size;
-      mtime_ns_ = ctime_ns_ = static_cast<int64_t>(next->record.mtime_ns);
+      mtime_ns_ = static_cast<int64_t>(next->record.mtime_ns);
+      ctime_ns_ = std::max(ctime_ns_, mtime_ns_);
     }
   };
   for (const JournalEntry& entry : changes) {

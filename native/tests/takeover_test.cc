@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
 #include <thread>
 
@@ -241,17 +242,51 @@ void kill_and_take_over(uint64_t seed) {
   check_content(fixture, *again, model);
 }
 
+// Makes an arena what it was before the last record of a slot of the inode was written.
+void take_back_last_record(const std::string& path, uint64_t ino) {
+  std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+  const auto load = [&](uint64_t at, auto* to) {
+    file.seekg(static_cast<std::streamoff>(at));
+    REQUIRE(bool(file.read(reinterpret_cast<char*>(to), sizeof *to)));
+  };
+  const auto save = [&](uint64_t at, const auto& from) {
+    file.seekp(static_cast<std::streamoff>(at));
+    REQUIRE(bool(file.write(reinterpret_cast<const char*>(&from), sizeof from)));
+  };
+  arena::Header header{};
+  load(0, &header);
+  REQUIRE(header.tables[0].kind == arena::Table::Slots);
+  REQUIRE(header.tables[5].kind == arena::Table::Published);
+  for (uint64_t slot = 0; slot < header.slot_count; ++slot) {
+    const uint64_t at = header.tables[0].offset + slot * 2 * sizeof(arena::SlotRecord);
+    arena::SlotRecord records[2];
+    load(at, &records);
+    const size_t last = records[1].sequence > records[0].sequence ? 1 : 0;
+    const arena::SlotRecord& before = records[last ^ 1];
+    if (before.ino != ino) continue;
+    REQUIRE(records[last].state == arena::SlotState::Free);
+    save(at + last * sizeof(arena::SlotRecord), arena::SlotRecord{});
+    save(header.tables[5].offset + slot * sizeof(arena::PublishedWord),
+         arena::published_word(before.sequence));
+    return;
+  }
+  FAIL("no slot held bytes of the inode");
+}
+
 // An engine that ended without a word, and the one that takes its arena over.
 struct Succession {
   Site place;
   std::unique_ptr<EngineFixture> first = std::make_unique<EngineFixture>(place.options(false, 0));
   std::unique_ptr<EngineFixture> second;
 
-  // The first one's arena as it is now. Nothing is under way.
-  std::shared_ptr<File> take_over() {
+  // The first one's arena as it is now, or as `change` leaves it. Nothing is under way but what
+  // that ends.
+  std::shared_ptr<File> take_over(const std::function<void(const std::string& arena)>& change =
+                                      [](const auto&) {}) {
     EngineOptions options = place.options(true, 1);
     const Committed committed = first->catalog()[kIno];
     std::filesystem::copy_file(options.arena, options.arena + "-left");
+    change(options.arena + "-left");
     first.reset();
     options.arena += "-left";
     second = std::make_unique<EngineFixture>(options);
@@ -366,6 +401,47 @@ TEST_CASE("takeover: blocks that only the journal knows of are checked when they
   flip(damaged, 100);
   CHECK(second.read(*again, 0, kFileBytes) == content);
   CHECK(check_committed(second, kIno) == kFileBytes / kBlockBytes);
+}
+
+TEST_CASE("takeover: what inline content was committed with survives its slot") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  const std::string content = random_bytes(5'000, 1);
+  REQUIRE(succession.first->write(*file, 0, content) == 0);
+  REQUIRE(succession.first->allocate(*file, 0, 8'000, false) == 0);
+  file->set_times(1'000, 2'000'000'000'000'000'000);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  const auto taken =
+      succession.take_over([](const std::string& arena) { take_back_last_record(arena, kIno); });
+  CHECK(taken->attributes().size == 8'000);
+  CHECK(taken->attributes().mtime_ns == 1'000);
+  CHECK(succession.second->read(*taken, 0, 5'000) == content);
+}
+
+TEST_CASE("takeover: bytes that only a slow read still needs do not come back") {
+  struct SlowRead : ReadJob {
+    void done(int, const char*, size_t) override {}
+  };
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  REQUIRE(succession.first->write(*file, 0, random_bytes(100'000, 1)) == 0);
+  SlowRead job;
+  const std::unique_ptr<char, void (*)(void*)> buffer(
+      static_cast<char*>(std::aligned_alloc(kIoAlignment, ReadJob::buffer_bytes(100'000))),
+      std::free);
+  job.buffer = buffer.get();
+  job.length = 100'000;
+  job.pending = 2;  // as if a device had yet to answer
+  file->read(&job);
+  REQUIRE(job.overlays.size() == 1);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  std::string model = random_bytes(100'000, 2);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  REQUIRE(succession.first->write(*file, 100'000, "later") == 0);
+  model += "later";
+  const auto taken = succession.take_over([&](const auto&) { job.part_done(0); });
+  CHECK(succession.second->read(*taken, 0, 200'000) == model);
 }
 
 TEST_CASE("takeover: inline content that was left behind does not show through holes") {
