@@ -45,7 +45,9 @@ void OpenFiles::adopt(uint64_t id, FileDescriptor fd) {
   Retired retired;
   {
     MutexLock lock(mutex_);
-    settle(insert(id, std::move(fd), OpenMode::ReadWrite));
+    OpenFile* file = insert(id, std::move(fd), OpenMode::ReadWrite);
+    file->ours = true;
+    settle(file);
     shrink(&retired);
   }
   hand_over(std::move(retired));

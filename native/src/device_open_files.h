@@ -10,6 +10,7 @@
 // Threads: all methods from any thread; only acquire() may block. `retire` is called without locks.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -28,6 +29,8 @@ struct OpenFile {
   uint64_t id = 0;
   FileDescriptor fd;
   OpenMode mode = OpenMode::ReadWrite;  // ReadOnly when the filesystem has become so
+  // Nobody else writes to it any more: a process that was killed may have transfers under way.
+  std::atomic<bool> ours{false};
 
   // Owned by OpenFiles, under its mutex.
   uint32_t users = 0;

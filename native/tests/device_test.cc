@@ -4,11 +4,13 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <filesystem>
 #include <functional>
@@ -33,6 +35,27 @@ using testing::WaitedRequest;
 
 constexpr uint64_t kBlock = kIoAlignment;
 
+// Of calls that allocate without extending: how many there were, and what they fail with.
+std::atomic<int> waits = 0;
+std::atomic<int> wait_error = 0;
+
+}  // namespace
+}  // namespace fpfs
+
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t length) {
+  if (mode == FALLOC_FL_KEEP_SIZE) {
+    ++fpfs::waits;
+    if (fpfs::wait_error != 0) {
+      errno = fpfs::wait_error;
+      return -1;
+    }
+  }
+  return static_cast<int>(::syscall(SYS_fallocate, fd, mode, offset, length));
+}
+
+namespace fpfs {
+namespace {
+
 TEST_CASE_TEMPLATE("device: bytes written are read back", Backend, UringBackend, ThreadsBackend) {
   Fixture<Backend> fixture;
   Device& device = *fixture.device;
@@ -51,6 +74,42 @@ TEST_CASE_TEMPLATE("device: bytes written are read back", Backend, UringBackend,
   CHECK(statistics.bytes_read == written.size());
   CHECK(statistics.errors == 0);
   CHECK(statistics.io_uring == (Backend::kind == IoBackend::IoUring));
+}
+
+TEST_CASE_TEMPLATE("device: what others have under way to an object is waited for before a write",
+                   Backend, UringBackend, ThreadsBackend) {
+  Fixture<Backend> fixture;
+  AlignedBuffer data(16 * kBlock);
+  data.fill(1);
+  waits = 0;
+  const Created object = create(*fixture.device);
+  REQUIRE(run(*fixture.device, IoOp::Allocate, object.object, 0, data.size()) == 0);
+  const auto write = [&](Device& device, const ObjectRef& to) {
+    return run(device, IoOp::Write, to, kBlock, kBlock, data.data());
+  };
+  CHECK(write(*fixture.device, object.object) == 0);
+  CHECK(waits == 0);
+
+  const auto successor = open_device(fixture.config);
+  const ObjectRef known = successor->object(object.id);
+  AlignedBuffer read(kBlock);
+  CHECK(run(*successor, IoOp::Read, known, kBlock, kBlock, read.data()) == 0);
+  CHECK(waits == 0);
+  data.fill(2);
+  wait_error = EIO;
+  CHECK(write(*successor, known) == -EIO);
+  CHECK(waits == 1);
+  AlignedBuffer after(kBlock);
+  CHECK(run(*successor, IoOp::Read, known, kBlock, kBlock, after.data()) == 0);
+  CHECK(after == read);
+  for (const int error : {EOPNOTSUPP, 0}) {  // there are other ways
+    wait_error = error;
+    CHECK(write(*successor, known) == 0);
+    CHECK(waits == 2);
+  }
+  CHECK(run(*successor, IoOp::Read, known, kBlock, kBlock, after.data()) == 0);
+  CHECK(std::equal(after.data(), after.data() + kBlock, data.data()));
+  CHECK(std::filesystem::file_size(fixture.object_path(object.id)) == data.size());
 }
 
 TEST_CASE_TEMPLATE("device: zeros beyond an object's end", Backend, UringBackend, ThreadsBackend) {
