@@ -110,13 +110,15 @@ test-tsan: setup $(STAMPS)/tools-test ## The C++ tests under the thread sanitize
 FPFS_NO_SKIPS ?= $(shell test "$$(id -u)" -ne 0 || test ! -e /dev/loop-control || echo 1)
 
 # $(1): build folder, $(2): sanitizer. ctest says nothing of tests that pass: what they skipped
-# stands in its log.
+# stands in its log. What failed is told last, where it is not lost among what passed.
 define native_tests
 $(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
   -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
 $(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
-FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
-  $(VENV)/bin/ctest --test-dir $(1) --output-on-failure && \
+{ FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
+    $(VENV)/bin/ctest --test-dir $(1) --output-on-failure || \
+  { echo 'What failed, once more:'; \
+    grep -E -B 8 -A 8 '(ERROR|exception): ' $(1)/Testing/Temporary/LastTest.log; exit 1; }; } && \
 { grep -E '^skipped [0-9]+: ' $(1)/Testing/Temporary/LastTest.log || true; }
 endef
 
