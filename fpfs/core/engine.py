@@ -187,6 +187,16 @@ class LeftHandle(NamedTuple):
     request: int
 
 
+class Part(enum.IntEnum):
+    """What of an inode is told, as in native/src/engine.h. Of some two parts are."""
+
+    ALL = 0
+    CLOSED = 1
+    """A version that was closed before somebody wrote on, if anybody did."""
+    LATER = 2
+    """What came after it."""
+
+
 class LeftChanges(NamedTuple):
     """An inode with changes that the catalog may not know of.
 
@@ -197,6 +207,7 @@ class LeftChanges(NamedTuple):
     ino: int
     sequence: int
     killed_by: int
+    part: Part = Part.ALL
 
 
 class Released(NamedTuple):
@@ -312,8 +323,11 @@ class Engine(Protocol):
         """Put what is left of a loaded inode on top of its committed content. ENOSPC.
 
         With `trim` what was preallocated behind it is given back: not where others refer to blocks
-        of its objects.
+        of its objects. Of an inode in two parts it is what was closed.
         """
+
+    async def recover_later(self, ino: int, *, trim: bool) -> None:
+        """Put the later part on top of the other, which was drained and not `committed`. ENOSPC."""
 
     def abandon(self, ino: int) -> None:
         """Forget what is left of an inode that does not exist any more."""
@@ -547,7 +561,10 @@ class NativeEngine:
         handles, changed, suspects, all_suspect, handles_damaged = self._native.left()
         return Left(
             [LeftHandle(*fields) for fields in handles],
-            [LeftChanges(*fields) for fields in changed],
+            [
+                LeftChanges(ino, sequence, killed_by, Part(part))
+                for ino, sequence, killed_by, part in changed
+            ],
             frozenset(suspects),
             all_suspect,
             handles_damaged,
@@ -556,6 +573,10 @@ class NativeEngine:
     async def recover(self, ino: int, *, trim: bool) -> None:
         """See `Engine.recover`."""
         await self._completion(self._native.recover(ino, trim))
+
+    async def recover_later(self, ino: int, *, trim: bool) -> None:
+        """See `Engine.recover_later`."""
+        await self._completion(self._native.recover_later(ino, trim))
 
     def abandon(self, ino: int) -> None:
         """See `Engine.abandon`."""

@@ -214,6 +214,14 @@ class Commit:
         inode.killed_by = killed_by
         self._enqueue(inode, last=True)
 
+    async def closed_before(self, inode: Inode) -> None:
+        """Queue a version that was closed before others wrote on, and return when it is drained.
+
+        For who takes over, before `run`: what they wrote is not staged again until then.
+        """
+        inode.killed_by = 0
+        await self._drain(self._append(inode, last=True))
+
     def truncated(self, inode: Inode) -> None:
         """Queue an inode that was changed without a writable handle."""
         inode.killed_by = 0
@@ -415,14 +423,18 @@ class Commit:
             tail.last = last
             tail.killed_by = inode.killed_by
             return tail
+        entry = self._append(inode, last=last)
+        self._gathered.append(entry)
+        self._gathered_event.set()
+        return entry
+
+    def _append(self, inode: Inode, *, last: bool) -> _Entry:
         number = next(self._numbers)
         entry = _Entry(inode, number, last=last, previous=self._last_entries.get(inode.ino))
         self._last_entries[inode.ino] = entry
         inode.users += 1
         inode.pending += 1
         self._queue.append(entry)
-        self._gathered.append(entry)
-        self._gathered_event.set()
         return entry
 
     async def _wait_done(self, entry: _Entry) -> None:
@@ -448,32 +460,36 @@ class Commit:
                 await self._drainers_idle.park()
                 continue
             entry = self._to_drain.popleft()
-            inode = entry.inode
             if entry.previous is not None:
                 # Both wait for the lock otherwise, and the wrong one may get it first: it would
                 # wait for its turn in the queue while it keeps the one ahead from draining.
                 await entry.previous.done.wait()
                 entry.previous = None
+            await self._drain(entry)
+
+    async def _drain(self, entry: _Entry) -> None:
+        """Drain one entry; its inode's lock is kept until it is committed."""
+        inode = entry.inode
+        try:
+            inode.lock.acquire_nowait()
+        except trio.WouldBlock:
+            await inode.lock.acquire()
+        entry.started = True
+        self._wake_waiting()
+        # An inode without name and handle is about to be deleted: its bytes go nowhere. One
+        # that is clean was drained for an entry ahead of this one.
+        is_withheld = inode.withheld and not entry.killed_by
+        is_kept = inode.nlink or inode.handles or is_withheld
+        if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
             try:
-                inode.lock.acquire_nowait()
-            except trio.WouldBlock:
-                await inode.lock.acquire()
-            entry.started = True
-            self._wake_waiting()
-            # An inode without name and handle is about to be deleted: its bytes go nowhere. One
-            # that is clean was drained for an entry ahead of this one.
-            is_withheld = inode.withheld and not entry.killed_by
-            is_kept = inode.nlink or inode.handles or is_withheld
-            if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
-                try:
-                    entry.snapshot = await self._engine.drain(
-                        inode.ino, last=entry.last and inode.writers == 0
-                    )
-                except OSError as error:
-                    entry.error = error
-            entry.drained = True
-            if self._queue[0] is entry:
-                self._progress.set()
+                entry.snapshot = await self._engine.drain(
+                    inode.ino, last=entry.last and inode.writers == 0
+                )
+            except OSError as error:
+                entry.error = error
+        entry.drained = True
+        if self._queue[0] is entry:
+            self._progress.set()
 
     async def _commit_in_order(self) -> None:
         """Commit drained entries from the head of the queue, many at once."""

@@ -5,7 +5,8 @@ Both are as they were at the death, since neither needs its process to survive.
 
 Invariants:
   * Nothing is served before everything is taken over.
-  * Versions that were closed and not committed are queued in the order of their closes.
+  * Versions that were closed and not committed are queued in the order of their closes. One that
+    somebody wrote on after its drain had begun is drained by itself, before the rest comes back.
   * Changes that may not be whole, since what tells of them is damaged, are not taken over: the
     version before stays, and who has the file open for writing gets EIO.
 
@@ -18,10 +19,11 @@ import logging
 import os
 import stat
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from fpfs.core.engine import Part
 from fpfs.core.errors import NoSuchEntry
 from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_shares as shares
@@ -55,6 +57,15 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     closed: int
     kept: frozenset[int]
     lost: frozenset[int] = frozenset()
+
+
+class _Changed(NamedTuple):
+    """An inode with changes, or one of two parts of them."""
+
+    inode: Inode
+    killed_by: int
+    part: Part
+    trim: bool
 
 
 class TakeOver:
@@ -93,12 +104,15 @@ class TakeOver:
         changed, lost = await self._recover_all(left, gone=unnamed - kept)
         abandoned = set() if with_handles else _written_to(left.handles)
         if left.handles_damaged:  # who knows who could write
-            abandoned = {inode.ino for inode, _killed_by in changed}
+            abandoned = {each.inode.ino for each in changed}
         if not with_handles:
-            dirty = {inode.ino for inode, _ in changed if self._inodes.refresh(inode)}
+            dirty = {each.inode.ino for each in changed if self._inodes.refresh(each.inode)}
             taken_away = await self._groups.take_away(dirty)
             # What goes with its group stays in one piece: it is not put aside by itself, too.
-            changed = [(i, 0 if i.ino in taken_away else killed_by) for i, killed_by in changed]
+            changed = [
+                each._replace(killed_by=0) if each.inode.ino in taken_away else each
+                for each in changed
+            ]
             abandoned -= taken_away
         adopted = 0
         for handle in left.handles:
@@ -110,23 +124,34 @@ class TakeOver:
         await self._tell_lost(lost)
         if with_handles:
             await self._keep_referenced(kept - await self._catalog.read(list_held))
-        closed = self._queue_closed(changed, abandoned=abandoned)
+        closed = await self._queue_closed(changed, abandoned=abandoned)
         if not with_handles:
-            await self._remove_unfinished({inode.ino for inode, _killed_by in changed})
+            await self._remove_unfinished({each.inode.ino for each in changed})
         for inode in self._held:
             self._inodes.release(inode)
         return Taken(
-            handles=adopted, changed=len(changed), closed=closed, kept=kept, lost=frozenset(lost)
+            handles=adopted,
+            changed=len({each.inode.ino for each in changed}),
+            closed=closed,
+            kept=kept,
+            lost=frozenset(lost),
         )
 
-    def _queue_closed(
-        self, changed: Sequence[tuple[Inode, int]], *, abandoned: Collection[int]
+    async def _queue_closed(
+        self, changed: Sequence[_Changed], *, abandoned: Collection[int]
     ) -> int:
         """Queue what was closed and is not committed; returns how much that is."""
         closed = 0
-        for inode, killed_by in changed:
-            if not inode.writers and self._inodes.refresh(inode):
-                is_abandoned = inode.ino in abandoned
+        in_parts = {each.inode.ino for each in changed if each.part is Part.LATER}
+        for inode, killed_by, part, trim in changed:
+            if part is Part.LATER:
+                await self._engine.recover_later(inode.ino, trim=trim)
+            is_changed = self._inodes.refresh(inode)
+            if part is Part.CLOSED and (inode.writers or inode.ino in in_parts):
+                await self._commit.closed_before(inode)
+                closed += 1
+            elif is_changed and not inode.writers:
+                is_abandoned = inode.ino in abandoned and part is not Part.CLOSED
                 self._commit.closed(inode, killed_by=ABANDONED if is_abandoned else killed_by)
                 closed += 1
         return closed
@@ -166,27 +191,33 @@ class TakeOver:
 
     async def _recover_all(
         self, left: Left, *, gone: frozenset[int]
-    ) -> tuple[list[tuple[Inode, int]], set[int]]:
-        """Recover all inodes with changes; returns them, with the signals that ended writers.
+    ) -> tuple[list[_Changed], set[int]]:
+        """Recover all inodes with changes, of those in two parts the first; returns what there is.
 
         And the inodes whose changes may not be whole, which are given up.
         """
         noted = await self._catalog.read(list_noted)
         sharers = await self._catalog.read(shares.sharers)
+        last: dict[int, int] = {}
+        for each in left.changed:
+            last[each.ino] = max(each.sequence, last.get(each.ino, 0))
         changed = []
         lost = set()
-        for ino, sequence, killed_by in left.changed:
-            inode = None
-            # What was put aside is another inode's, although the arena was not told of it any more.
-            is_wanted = ino not in gone and sequence > noted.get(ino, 0)
-            if is_wanted and left.is_suspect(ino):
-                lost.add(ino)
-            elif is_wanted:
-                inode = await self._recover(ino, trim=ino not in sharers)
+        recovered: dict[int, Inode | None] = {}
+        for ino, _sequence, killed_by, part in left.changed:
+            trim = ino not in sharers
+            if part is not Part.LATER:
+                # What was put aside is another inode's, although the arena was not told of it.
+                is_wanted = ino not in gone and last[ino] > noted.get(ino, 0)
+                if is_wanted and left.is_suspect(ino):
+                    lost.add(ino)
+                    is_wanted = False
+                recovered[ino] = await self._recover(ino, trim=trim) if is_wanted else None
+            inode = recovered[ino]
             if inode is None:
                 self._engine.abandon(ino)
             else:
-                changed.append((inode, killed_by))
+                changed.append(_Changed(inode, killed_by, part, trim))
         if noted:
             await self._catalog.write_urgently(forget_noted)
         return changed, lost

@@ -278,6 +278,10 @@ class MemoryEngine:
         """There is nothing to recover."""
         raise AssertionError(f"inode {ino} was not left")
 
+    async def recover_later(self, ino: int, *, trim: bool) -> None:  # noqa: ARG002
+        """There is nothing to recover."""
+        raise AssertionError(f"inode {ino} was not left")
+
     def abandon(self, ino: int) -> None:
         """There is nothing to abandon."""
         raise AssertionError(f"inode {ino} was not left")

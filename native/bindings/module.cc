@@ -239,7 +239,8 @@ void bind_takeover(nb::class_<Engine>& type) {
              }
              nb::list changed;
              for (const Engine::Left::Changed& inode : left.changed) {
-               changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by));
+               changed.append(nb::make_tuple(inode.ino, inode.sequence, inode.killed_by,
+                                             static_cast<int>(inode.part)));
              }
              nb::list suspects;
              for (const uint64_t ino : left.suspects) suspects.append(ino);
@@ -253,6 +254,7 @@ void bind_takeover(nb::class_<Engine>& type) {
              engine.invalidate_name(directory, from_bytes(name));
            })
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
+      .def("recover_later", &Engine::recover_later, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
       .def("find_out_known", &Engine::find_out_known, nb::call_guard<nb::gil_scoped_release>())
       .def("held_objects", &Engine::held_objects, nb::call_guard<nb::gil_scoped_release>())

@@ -155,6 +155,8 @@ enum class Change : uint16_t {
   Punch = 4,     // a range of bytes of inline content became zeros
   Closed = 5,    // the last writable handle was released
   Settled = 6,   // the catalog holds what came up to the sequence in the payload
+  Begun = 7,     // a drain has begun: its version is all that came up to here
+  Reached = 8,   // and is on devices now; what comes from here on is of a later version
 };
 
 // Flags of a record. Closed has, in the upper byte, the signal that ended the writer.

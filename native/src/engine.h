@@ -135,12 +135,19 @@ class Engine : public Plane {
 
   // What another process left, to be taken over before anything is served: open handles, and inodes
   // with changes in the order of their last closes. Each inode is loaded and recovered, or
-  // abandoned; then each handle adopted, or forgotten.
+  // abandoned; then each handle adopted, or forgotten. An inode in two parts is drained between
+  // recover() and recover_later().
   struct Left {
+    enum class Part : uint8_t {
+      All,
+      Closed,  // a version that was closed before somebody wrote on, if anybody did
+      Later,   // what came after it
+    };
     struct Changed {
       uint64_t ino;
       uint64_t sequence;  // of the last change
       int killed_by;      // the signal that ended the last writer that closed it, or 0
+      Part part;
     };
     std::vector<arena::HandleRecord> handles;
     std::vector<Changed> changed;
@@ -154,6 +161,7 @@ class Engine : public Plane {
   // What was acknowledged of an inode is lost, although it is open: see File::spoil.
   void spoil(uint64_t ino) EXCLUDES(table_mutex_);
   uint64_t recover(uint64_t ino, bool trim);
+  uint64_t recover_later(uint64_t ino, bool trim);
   void abandon(uint64_t ino);
   // Objects of all loaded files, committed or not.
   std::vector<ObjectKey> held_objects() EXCLUDES(table_mutex_);
@@ -253,14 +261,7 @@ class Engine : public Plane {
   };
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
-  // What is left of one inode.
-  struct Remainder {
-    std::vector<StagedSlot> slots;
-    std::vector<JournalEntry> changes;
-    uint64_t closed = 0;   // sequence of the last close by a last writer, if any
-    uint64_t changed = 0;  // of the last other change
-    int killed_by = 0;     // of that close
-  };
+  uint64_t attach_recovered(const std::shared_ptr<File>& file, uint64_t ticket);
   class Verification;
   void verification_ended() EXCLUDES(verify_mutex_);
   void end_verifications() EXCLUDES(verify_mutex_);
@@ -293,8 +294,11 @@ class Engine : public Plane {
   bool closed_ = false;
   std::atomic<bool> gives_way_{false};
   std::atomic<bool> room_asked_{false};
-  std::atomic<uint64_t> refused_last_{0};               // inode, told of once in a row
-  std::unordered_map<uint64_t, Remainder> remainders_;  // used by one thread, before serve()
+  std::atomic<uint64_t> refused_last_{0};  // inode, told of once in a row
+  // Of each inode, used by one thread, before serve(). What is in two parts is in both maps.
+  std::unordered_map<uint64_t, Leftover> leftovers_;
+  std::set<uint64_t> left_closed_;  // in one part, which is a version that was closed
+  std::unordered_map<uint64_t, PartedLeftover> parted_;
   std::vector<arena::HandleRecord> left_handles_;
   std::set<uint64_t> suspects_;
   bool all_suspect_ = false;

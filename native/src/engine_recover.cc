@@ -46,6 +46,85 @@ bool is_possible(const StagedSlot& staged) {
          staged.slot->ranges.last_end() <= record.chunk_bytes;
 }
 
+struct Summary {
+  uint64_t closed = 0;  // sequence of the last close by a last writer, if any
+  int killed_by = 0;    // of that close
+  uint64_t last = 0;    // of the last change
+};
+
+Summary summarize(const Leftover& left) {
+  Summary summary;
+  for (const JournalEntry& entry : left.changes) {
+    summary.last = std::max(summary.last, entry.sequence);
+    if (entry.kind != arena::Change::Closed) continue;
+    summary.closed = entry.sequence;
+    summary.killed_by = entry.killed_by;
+  }
+  for (const StagedSlot& staged : left.slots) {
+    summary.last = std::max(summary.last, staged.record.sequence);
+  }
+  return summary;
+}
+
+// Whether the bytes that a truncation cut off a block may still be there: what overwrites them with
+// zeros is not on a device.
+bool has_open_tail(const std::vector<JournalEntry>& changes) {
+  for (auto it = changes.begin(); it != changes.end(); ++it) {
+    const uint64_t block = it->state.size / kBlockBytes;
+    if (it->kind != arena::Change::Truncate || it->state.size % kBlockBytes == 0) continue;
+    const auto covers = [&](const JournalEntry& later) {
+      return later.kind == arena::Change::Extents &&
+             std::any_of(later.extents.begin(), later.extents.end(), [&](const auto& written) {
+               return written.extent.block <= block && block < written.extent.end();
+             });
+    };
+    if (std::none_of(it, changes.end(), covers)) return true;
+  }
+  return false;
+}
+
+// A version that was closed, and what came later, if anything; none where they cannot be told
+// apart, or nothing was closed. Nobody writes on before the version's drain has begun, unless it is
+// inline. Of a slot the record tells, which was written last when it was sealed for that drain.
+// What the journal says of places before it says that the version is on devices is about that
+// version.
+std::optional<PartedLeftover> part(const Leftover& left) {
+  const std::vector<JournalEntry>& changes = left.changes;
+  const auto has_kind = [](arena::Change kind) {
+    return [kind](const JournalEntry& entry) { return entry.kind == kind; };
+  };
+  auto last = std::find_if(changes.rbegin(), changes.rend(), has_kind(arena::Change::Begun));
+  const auto closed = std::find_if(last == changes.rend() ? changes.rbegin() : last, changes.rend(),
+                                   has_kind(arena::Change::Closed));
+  // Nobody writes on what a killed writer left before it is put aside.
+  if (closed == changes.rend() || closed->killed_by != 0) return std::nullopt;
+  if (last == changes.rend()) last = closed;
+  const auto end = std::prev(last.base());
+  const auto reached = std::find_if(end, changes.end(), has_kind(arena::Change::Reached));
+
+  PartedLeftover parts;
+  if (reached != changes.end()) parts.reached = reached->sequence;
+  parts.first.changes.assign(changes.begin(), end + 1);
+  for (auto it = end + 1; it != changes.end(); ++it) {
+    if (it < reached && it->kind == arena::Change::Extents) {
+      parts.first.changes.push_back(*it);
+      parts.first.changes.back().state = end->state;
+    } else if (it->kind != arena::Change::Reached) {
+      parts.later.changes.push_back(*it);
+    }
+  }
+  for (const StagedSlot& staged : left.slots) {
+    const bool is_first = staged.record.sequence < end->sequence;
+    (is_first ? parts.first : parts.later).slots.push_back(staged);
+  }
+  if (parts.later.changes.empty() && parts.later.slots.empty()) return parts;
+  if (end->kind != arena::Change::Begun) return std::nullopt;
+  // On devices, it has nothing staged. Should it have, nothing can be told apart.
+  const bool is_staged = !parts.first.slots.empty() || has_open_tail(parts.first.changes);
+  if (parts.reached != 0 && is_staged) return std::nullopt;
+  return parts;
+}
+
 }  // namespace
 
 // Anybody can make a file in the folder of arenas: whose devices these are is believed.
@@ -88,25 +167,26 @@ void Engine::sort_remains(Remains remains) {
     if (damage.ino.value_or(0) != 0) suspects_.insert(*damage.ino);
   }
   for (JournalEntry& entry : remains.changes) {
-    Remainder& remainder = remainders_[entry.state.ino];
-    if (entry.kind == arena::Change::Closed) {
-      remainder.closed = entry.sequence;
-      remainder.killed_by = entry.killed_by;
-    } else {
-      remainder.changed = entry.sequence;
-    }
-    remainder.changes.push_back(std::move(entry));
+    const uint64_t ino = entry.state.ino;
+    leftovers_[ino].changes.push_back(std::move(entry));
   }
   for (const StagedSlot& staged : remains.slots) {
-    Remainder& remainder = remainders_[staged.record.ino];
-    remainder.changed = std::max(remainder.changed, staged.record.sequence);
-    remainder.slots.push_back(staged);
+    leftovers_[staged.record.ino].slots.push_back(staged);
   }
   for (const uint64_t ino : impossible) {
     log(40, "inode " + std::to_string(ino) +
                 ": what the staging arena holds of it is impossible, " + "and is left out");
     abandon(ino);
     suspects_.insert(ino);
+  }
+  for (const auto& [ino, left] : leftovers_) {
+    std::optional<PartedLeftover> parts = part(left);
+    if (!parts.has_value()) continue;
+    if (parts->later.changes.empty() && parts->later.slots.empty()) {
+      left_closed_.insert(ino);
+    } else {
+      parted_.emplace(ino, std::move(*parts));
+    }
   }
 }
 
@@ -117,10 +197,19 @@ Engine::Left Engine::left() const {
   result.all_suspect = all_suspect_;
   result.handles_damaged = handles_damaged_;
   std::vector<std::pair<uint64_t, Left::Changed>> ordered;
-  for (const auto& [ino, remainder] : remainders_) {
-    const uint64_t last = std::max(remainder.closed, remainder.changed);
-    ordered.push_back({remainder.closed != 0 ? remainder.closed : remainder.changed,
-                       {ino, last, remainder.killed_by}});
+  const auto tell = [&](uint64_t ino, const Leftover& left, Left::Part part) {
+    const Summary summary = summarize(left);
+    ordered.push_back({summary.closed != 0 ? summary.closed : summary.last,
+                       {ino, summary.last, summary.killed_by, part}});
+  };
+  for (const auto& [ino, left] : leftovers_) {
+    const auto parted = parted_.find(ino);
+    if (parted == parted_.end()) {
+      tell(ino, left, left_closed_.contains(ino) ? Left::Part::Closed : Left::Part::All);
+    } else {
+      tell(ino, parted->second.first, Left::Part::Closed);
+      tell(ino, parted->second.later, Left::Part::Later);
+    }
   }
   std::sort(ordered.begin(), ordered.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -131,15 +220,38 @@ Engine::Left Engine::left() const {
 uint64_t Engine::recover(uint64_t ino, bool trim) {
   const uint64_t ticket = next_ticket();
   const std::shared_ptr<File> found = file(ino);
-  const auto it = remainders_.find(ino);
-  if (found == nullptr || it == remainders_.end()) {
+  const auto it = leftovers_.find(ino);
+  if (found == nullptr || it == leftovers_.end()) {
     post(DoneEvent{ticket, ENOENT});
     return ticket;
   }
-  found->recover(it->second.changes, it->second.slots, trim);
-  remainders_.erase(it);
-  park([this, found, ticket] {
-    const Outcome outcome = found->attach_recovered();
+  const auto parted = parted_.find(ino);
+  if (parted == parted_.end()) {
+    found->recover(it->second, trim);
+    leftovers_.erase(it);
+  } else {
+    found->recover_first(parted->second, trim);
+  }
+  return attach_recovered(found, ticket);
+}
+
+uint64_t Engine::recover_later(uint64_t ino, bool trim) {
+  const uint64_t ticket = next_ticket();
+  const std::shared_ptr<File> found = file(ino);
+  const auto it = parted_.find(ino);
+  if (found == nullptr || it == parted_.end()) {
+    post(DoneEvent{ticket, ENOENT});
+    return ticket;
+  }
+  found->recover_later(it->second.later, trim);
+  leftovers_.erase(ino);
+  parted_.erase(it);
+  return attach_recovered(found, ticket);
+}
+
+uint64_t Engine::attach_recovered(const std::shared_ptr<File>& file, uint64_t ticket) {
+  park([this, file, ticket] {
+    const Outcome outcome = file->attach_recovered();
     if (outcome.progress == Progress::Wait) return false;
     post(DoneEvent{ticket, outcome.error});
     return true;
@@ -148,11 +260,12 @@ uint64_t Engine::recover(uint64_t ino, bool trim) {
 }
 
 void Engine::abandon(uint64_t ino) {
-  const auto it = remainders_.find(ino);
-  if (it == remainders_.end()) return;
+  const auto it = leftovers_.find(ino);
+  if (it == leftovers_.end()) return;
   for (const StagedSlot& staged : it->second.slots) arena_->give(staged.slot);
   arena_->journal().settle(ino, UINT64_MAX);
-  remainders_.erase(it);
+  leftovers_.erase(it);
+  parted_.erase(ino);
 }
 
 void Engine::spoil(uint64_t ino) {

@@ -95,6 +95,19 @@ struct SnapshotData {
   std::vector<Extent> garbage;  // only count and place mean something
 };
 
+// What another process left of a file, both in order.
+struct Leftover {
+  std::vector<JournalEntry> changes;
+  std::vector<StagedSlot> slots;
+};
+
+// The two parts of it where a version was closed, and its drain begun, before somebody wrote on.
+struct PartedLeftover {
+  Leftover first;  // that version
+  Leftover later;
+  uint64_t reached = 0;  // where the journal says that the version was on devices, if it does
+};
+
 // A payload where it was received: up to four pieces, in stream order.
 struct Payload {
   struct Piece {
@@ -177,11 +190,12 @@ class File : public std::enable_shared_from_this<File> {
   bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
 
   // --- taking over what another process left (file_recover.cc) ---
-  // On top of load(), before anything else: its changes, and the slots that it left of this inode,
-  // both in order. attach_recovered() has to be called until it says Done.
+  // On top of load(), before anything else. attach_recovered() has to be called until it says Done.
   // Without `trim` the objects keep what lies behind this file's last byte: others refer to it.
-  void recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
-               bool trim) EXCLUDES(mutex_);
+  void recover(const Leftover& left, bool trim) EXCLUDES(mutex_);
+  // Of two parts, only the first; when that has been drained, and before it is committed, the rest.
+  void recover_first(const PartedLeftover& left, bool trim) EXCLUDES(mutex_);
+  void recover_later(const Leftover& later, bool trim) EXCLUDES(mutex_);
   Outcome attach_recovered() EXCLUDES(mutex_);
   // Changes of this file were acknowledged and are lost: until it is emptied, its handles get EIO.
   void spoil() EXCLUDES(mutex_);
@@ -257,6 +271,7 @@ class File : public std::enable_shared_from_this<File> {
   void note_state_now() REQUIRES(mutex_);
 
   // file_recover.cc
+  void replay_all(const Leftover& left, bool trim) REQUIRES(mutex_);
   void replay(const JournalEntry& entry) REQUIRES(mutex_);
   void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
   void find_garbage() REQUIRES(mutex_);
@@ -333,6 +348,8 @@ class File : public std::enable_shared_from_this<File> {
       std::function<void()> begun = [] {}) REQUIRES(mutex_);
   void begin_barrier(Actions& actions) REQUIRES(mutex_);
   void check_barrier(Actions& actions) REQUIRES(mutex_);
+  void note_begun() REQUIRES(mutex_);
+  void note_reached() REQUIRES(mutex_);
   bool adopt(const std::vector<WrittenExtent>& written) REQUIRES(mutex_);
   void map_written(const WrittenExtent& written) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
@@ -381,6 +398,12 @@ class File : public std::enable_shared_from_this<File> {
     uint64_t begin;
     uint64_t end;
   };
+  // Of what was left, a later part waits: the drain of the first is the one that the journal tells
+  // of. How far the journal is about the first part alone, if it says so; and where the later lies.
+  bool later_waits_ GUARDED_BY(mutex_) = false;
+  uint64_t first_ends_ GUARDED_BY(mutex_) = 0;
+  std::set<std::pair<uint16_t, uint64_t>> later_objects_ GUARDED_BY(mutex_);
+  uint64_t begun_sequence_ GUARDED_BY(mutex_) = 0;  // sequence_ at the drain that was noted last
   std::vector<StagedSlot> recovered_slots_ GUARDED_BY(mutex_);  // not in chains_ yet
   std::vector<RecoveredTail> recovered_tails_ GUARDED_BY(mutex_);
   // Where each object's used part ends, in bytes: behind it lies what was preallocated.

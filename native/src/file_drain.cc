@@ -449,6 +449,25 @@ void File::note_state(SnapshotData* base) {
   replaced_since_snapshot_ = false;
 }
 
+// For who takes over when this process dies: what is written from here on is of a later version.
+// Not where somebody's slot could not be sealed, whose record is going to look like a later one's.
+void File::note_begun() {
+  if (later_waits_ || begun_sequence_ == sequence_) return;
+  for (const auto& [chunk, chain] : chains_) {
+    if (!chain.back()->sealed) return;
+  }
+  begun_sequence_ = sequence_;
+  note([](Journal& journal, const FileState& state) {
+    return journal.note(state, arena::Change::Begun);
+  });
+}
+
+void File::note_reached() {
+  note([](Journal& journal, const FileState& state) {
+    return journal.note(state, arena::Change::Reached);
+  });
+}
+
 // What the catalog is to make current. `base` holds what was noted when the barrier began.
 SnapshotData File::snapshot(SnapshotData base, bool last) {
   if (inline_mode_) note_state(&base);  // inline bytes are those of now
@@ -461,6 +480,7 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
   }
   std::set<std::pair<uint16_t, uint64_t>> live = map_.objects();
   base.objects.assign(live.begin(), live.end());
+  live.insert(later_objects_.begin(), later_objects_.end());
   for (auto it = appenders_.begin(); it != appenders_.end();) {
     const auto& entry = it->second;
     const bool used = live.contains({entry->device, entry->id});
@@ -483,7 +503,8 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
     if (!live.contains(key)) snapshot_dead_.push_back(key);
   }
   base.dead = snapshot_dead_;
-  snapshot_noted_ = base.noted = plane_.arena().sequence();
+  const uint64_t first_ends = std::exchange(first_ends_, 0);
+  snapshot_noted_ = base.noted = first_ends != 0 ? first_ends : plane_.arena().sequence();
   // Since the barrier began, size and times may have changed: this has to survive the commit.
   if (sequence_ != base.sequence) note_state_now();
   snapshot_garbage_ = std::exchange(garbage_, {});
@@ -510,6 +531,7 @@ void File::drain(bool last, DrainDone done) {
       add_barrier(
           [this, base, last, done](Actions& after, int error) {
             mutex_.assert_held();
+            note_reached();
             if (error != 0) {
               draining_ = false;
               after.add([done, error] { done(error, {}); });
@@ -521,6 +543,7 @@ void File::drain(bool last, DrainDone done) {
           [this, base] {
             mutex_.assert_held();
             note_state(base.get());
+            note_begun();
           });
     }
   }

@@ -43,9 +43,56 @@ void cut_span(Spans& spans, uint64_t begin, uint64_t end) {
 
 }  // namespace
 
-void File::recover(const std::vector<JournalEntry>& changes, const std::vector<StagedSlot>& slots,
-                   bool trim) {
+void File::recover(const Leftover& left, bool trim) {
   const MutexLock lock(mutex_);
+  replay_all(left, trim);
+  sequence_ = 1;
+  committed_sequence_ = 0;
+}
+
+void File::recover_first(const PartedLeftover& left, bool trim) {
+  const MutexLock lock(mutex_);
+  replay_all(left.first, trim);
+  sequence_ = 1;
+  committed_sequence_ = 0;
+  later_waits_ = true;
+  first_ends_ = left.reached;
+  for (const JournalEntry& entry : left.later.changes) {
+    if (entry.kind != arena::Change::Extents) continue;
+    for (const auto& [extent, checksums] : entry.extents) {
+      const std::pair key{extent.place.device, extent.place.object};
+      later_objects_.insert(key);
+      // Where both parts lie in an object, it is cut behind the later one.
+      const auto it = recovered_ends_.find(key);
+      if (it == recovered_ends_.end()) continue;
+      it->second = std::max(it->second, (extent.place.object_block + extent.count) * kBlockBytes);
+    }
+  }
+}
+
+void File::recover_later(const Leftover& later, bool trim) {
+  const MutexLock lock(mutex_);
+  later_waits_ = false;
+  first_ends_ = 0;
+  later_objects_.clear();
+  const std::vector<Extent> garbage = std::exchange(garbage_, {});
+  replay_all(later, trim);
+  // What this process has allocated is not what another left.
+  for (const auto& [number, entry] : appenders_) recovered_ends_.erase({number, entry->id});
+  garbage_.insert(garbage_.end(), garbage.begin(), garbage.end());
+  ++sequence_;
+  // The commit of the first part may settle what the journal has said of this one's size and close.
+  note_state_now();
+  for (const JournalEntry& entry : later.changes) {
+    if (entry.kind != arena::Change::Closed) continue;
+    note([&](Journal& journal, const FileState& state) {
+      return journal.note_closed(state, entry.killed_by);
+    });
+  }
+}
+
+void File::replay_all(const Leftover& left, bool trim) {
+  const std::vector<StagedSlot>& slots = left.slots;
   recovered_slots_ = slots;
   for (const StagedSlot& staged : slots) {
     if (staged.record.chunk_bytes == placement_.chunk_bytes) continue;
@@ -68,7 +115,7 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
       ctime_ns_ = std::max(ctime_ns_, mtime_ns_);
     }
   };
-  for (const JournalEntry& entry : changes) {
+  for (const JournalEntry& entry : left.changes) {
     take_slots_before(entry.sequence);
     replay(entry);
   }
@@ -87,8 +134,6 @@ void File::recover(const std::vector<JournalEntry>& changes, const std::vector<S
     }
   }
   if (!inline_mode_) inline_.clear();
-  sequence_ = 1;
-  committed_sequence_ = 0;
 }
 
 void File::replay(const JournalEntry& entry) {
@@ -129,6 +174,8 @@ void File::replay(const JournalEntry& entry) {
     case arena::Change::None:
     case arena::Change::Closed:
     case arena::Change::Settled:
+    case arena::Change::Begun:
+    case arena::Change::Reached:
       break;
   }
   size_ = entry.state.size;

@@ -178,8 +178,11 @@ class EngineFixture {
   std::map<uint64_t, Committed>& catalog() { return committed_; }
 
   // What another process left of an inode that is loaded.
-  int recover(uint64_t ino, bool trim = true) {
-    const uint64_t ticket = engine_->recover(ino, trim);
+  int recover(uint64_t ino, bool trim = true) { return wait_for(engine_->recover(ino, trim)); }
+  int recover_later(uint64_t ino, bool trim = true) {
+    return wait_for(engine_->recover_later(ino, trim));
+  }
+  int wait_for(uint64_t ticket) {
     for (;;) {
       pollfd wait{engine_->event_fd(), POLLIN, 0};
       REQUIRE(::poll(&wait, 1, 60'000) == 1);

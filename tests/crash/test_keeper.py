@@ -205,6 +205,44 @@ def test_what_was_acknowledged_survives_keeper_and_server(mount: Mount) -> None:
     assert (mount.root / "open").read_bytes() == b"x" * 5_000_000
 
 
+@pytest.mark.parametrize("is_keeper_killed", [False, True])
+@pytest.mark.parametrize("change", ["", "os.write(second, b'y')", "os.truncate(second, 7_000_001)"])
+def test_what_was_closed_is_kept_although_it_is_open_again(
+    mount: Mount, change: str, *, is_keeper_killed: bool
+) -> None:
+    """Its writer had finished; who opened it next is killed before all of it is current."""
+    if change:
+        mount.allow_log(r"the writer of step\.pt was cut off by (SIGKILL|the end of the mount)")
+    path = mount.root / "step.pt"
+    path.write_bytes(b"before")
+    mount.flush()
+    code = f"""if True:
+        import os, sys
+        first = os.open(sys.argv[1], os.O_WRONLY | os.O_TRUNC)
+        os.write(first, b"x" * 40_000_000)
+        os.close(first)
+        second = os.open(sys.argv[1], os.O_WRONLY)
+        {change}
+        print("open again", flush=True)
+        sys.stdin.readline()
+    """
+    with python_child(code, path) as child:
+        expect_line(child, "open again")
+        if is_keeper_killed:
+            mount.kill(mount.keeper_pid, mount.server_pid)
+        else:
+            kill(mount)
+        child.kill()
+        child.wait()
+    if is_keeper_killed:
+        mount.tear_down()
+        mount.mount()
+    assert path.read_bytes() == b"x" * 40_000_000
+    mount.remount()
+    assert path.read_bytes() == b"x" * 40_000_000
+    assert len(os.listdir(mount.root / ".fpfs/partial")) == bool(change)
+
+
 def test_the_tools_wait_for_the_next_server(mount: Mount) -> None:
     content = os.urandom(30_000_000)
     for _ in range(3):

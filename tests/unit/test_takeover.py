@@ -12,7 +12,7 @@ import pytest
 import trio.testing
 
 from fpfs.core.control import PolicyChange
-from fpfs.core.engine import Left, LeftChanges
+from fpfs.core.engine import Left, LeftChanges, Part
 from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import list_noted, list_partials
 from fpfs.daemon.commit import Commit
@@ -167,6 +167,11 @@ class Changed(Arena):
         await super().recover(ino, trim=trim)
         await self.truncate(ino, 1)
 
+    async def recover_later(self, ino: int, *, trim: bool) -> None:
+        """Change it again."""
+        self.calls.append(("recover_later", ino, trim))
+        await self.truncate(ino, 2)
+
 
 class Told(Commit):
     """What is queued, and as whose end."""
@@ -177,6 +182,12 @@ class Told(Commit):
         """Note it."""
         self.told.append((inode.ino, killed_by))
         super().closed(inode, killed_by=killed_by)
+
+    async def closed_before(self, inode: Inode) -> None:
+        """Note it, and that what comes later is not there before it was drained."""
+        self.told.append((inode.ino, -inode.size))
+        await super().closed_before(inode)
+        assert self._queue[-1].snapshot is not None
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -200,3 +211,28 @@ async def test_versions_are_queued_in_the_order_of_their_closes(
     monkeypatch.setattr(Changed, "changed", changed)
     async with rig(tmp_path, devices=devices, is_successor=is_successor):
         assert Told.told == [(ino, ABANDONED if is_damaged else 0) for ino in inos]
+
+
+@pytest.mark.parametrize("is_successor", [False, True])
+@trio.testing.trio_test
+async def test_what_was_closed_before_somebody_wrote_on_is_drained_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_successor: bool
+) -> None:
+    """And keeps its place in the order of closes, as does what was closed later."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        for name in ("first", "second"):
+            await mount.write_file(name, GOOD)
+        await mount.commit.flush_all()
+        first, second = [(await mount.resolve(name)).ino for name in ("first", "second")]
+    monkeypatch.setattr("tests.support.rig.MemoryEngine", Changed)
+    monkeypatch.setattr("tests.support.rig.Commit", Told)
+    monkeypatch.setattr(Told, "told", [])
+    changed = [
+        LeftChanges(first, 5, 0, Part.CLOSED),
+        LeftChanges(second, 6, 0),
+        LeftChanges(first, 7, signal.SIGKILL, Part.LATER),
+    ]
+    monkeypatch.setattr(Changed, "changed", changed)
+    async with rig(tmp_path, devices=devices, is_successor=is_successor) as mount:
+        assert Told.told == [(first, -1), (second, 0), (first, signal.SIGKILL)]
