@@ -68,6 +68,9 @@ ASKED_AGAIN = frozenset(
 """What comes to the same when it is asked twice: a client asks the next server where one ends
 without an answer."""
 
+ANSWERED_BY_THE_END = frozenset({Verb.WAIT, Verb.FLUSH, Verb.END})
+"""What has come true when a mount has ended in good order, but for failures that it left."""
+
 SERVERS_MAX = 5
 """Servers that may end while they work on one request."""
 
@@ -366,6 +369,35 @@ def socket_paths(device: str, *, folder: str) -> list[str]:
     return sorted(born, key=born.__getitem__, reverse=True)
 
 
+def outcome_path(path: str) -> str:
+    """Where the last server that listens on the socket `path` leaves what its end came to."""
+    return f"{path.removesuffix('.sock')}.ended"
+
+
+def _read_outcome(path: str, *, owner_uid: int) -> Flushed | None:
+    """What the end of a mount came to, as its last server left it; None where it left nothing.
+
+    Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(outcome_path(path), flags), "rb") as stream:
+            is_theirs = os.fstat(stream.fileno()).st_uid in (0, owner_uid)
+            return msgspec.json.decode(stream.read(), type=Flushed) if is_theirs else None
+    except (FileNotFoundError, PermissionError):
+        return None
+
+
+def reply_at_end(request: Request, final: Flushed) -> Reply:
+    """What the end left; who waits for one file is not told of others."""
+    if request.verb is Verb.WAIT:
+        for failure in final.failures:
+            if failure.ino in (0, request.ino):
+                return Reply(error=failure.message)
+        final = Flushed()
+    return Reply(result=msgspec.Raw(msgspec.json.encode(final)))
+
+
 def _bound_paths(device: str) -> list[str]:
     """Sockets of such names that are bound in folders which only their user's environment names."""
     pattern = re.compile(rf"(/.*/{device.replace(':', '-')}\.\d+\.sock)(?:\.new)?$")
@@ -383,7 +415,38 @@ def _paths_of(entry: MountEntry) -> list[str]:
 
 def _are_kept(paths: Sequence[str]) -> bool:
     """Whether the keeper of one of these sockets lives, so that there will be a server again."""
-    return any(os.path.exists(f"/proc/{path.rsplit('.', 2)[1]}") for path in paths)
+    return any(_runs(path.rsplit(".", 2)[1]) for path in paths)
+
+
+def is_served(entry: MountEntry) -> bool:
+    """Whether a server of a mount may live, or its keeper does, so that there will be one.
+
+    Whoever asks and is the keeper itself knows that it has no server, and does not count.
+    """
+    own = f".{os.getpid()}.sock"
+    paths = [path for path in _paths_of(entry) if not path.endswith(own)]
+    return _are_kept(paths) or any(_may_listen(path) for path in paths)
+
+
+def _may_listen(path: str) -> bool:
+    """Whether somebody listens on a socket, or that cannot be told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _runs(pid: str) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def runtime_folders(uid: int) -> list[str]:
@@ -530,15 +593,34 @@ class ControlClient:
             self._socket.sendall(msgspec.json.encode(request) + b"\n")
 
     def receive(self, kind: type[Result], *, timeout_s: float | None = None) -> Result:
-        """Wait for the result of what was sent. Raises as `ask` does."""
+        """Wait for the result of what was sent. Raises as `ask` does.
+
+        Where the last server ended in good order before it could be asked, what it left answers.
+        """
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         for _ in range(SERVERS_MAX - 1):
             try:
                 return self._receive(kind, timeout_s, deadline_s=deadline_s)
             except ServerEnded:
                 if not self._ask_next(deadline_s):
-                    raise
+                    reply = self._left_reply()
+                    if reply is None:
+                        raise
+                    return self._result_of(reply, kind)
         return self._receive(kind, timeout_s, deadline_s=deadline_s)
+
+    def _left_reply(self) -> Reply | None:
+        """The reply that the end of the mount is to what was asked, if that ended in good order."""
+        if self._request is None or self._request.verb not in ANSWERED_BY_THE_END or self.is_kept:
+            return None
+        assert self._path is not None
+        final = _read_outcome(self._path, owner_uid=self._entry.owner_uid)
+        return None if final is None else reply_at_end(self._request, final)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the mount's keeper runs, so that there is a server, or will be one."""
+        return self._path is not None and _are_kept([self._path])
 
     def _ask_next(self, deadline_s: float) -> bool:
         """Ask the next server again; False where there is none, or it must not be."""
@@ -577,7 +659,9 @@ class ControlClient:
                 wrong=f"the server of {self._mountpoint} ended without an answer",
                 remedy="its log says why",
             )
-        reply = msgspec.json.decode(line, type=Reply)
+        return self._result_of(msgspec.json.decode(line, type=Reply), kind)
+
+    def _result_of(self, reply: Reply, kind: type[Result]) -> Result:
         if reply.error:
             raise Refused(
                 asked=self._asked, wrong=reply.error, remedy="the server's log may say more"

@@ -5,6 +5,8 @@ Invariants:
     `OWNERS_VERBS` has only for the first two.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
+  * What the end came to is in a file before the keeper is told that no other server is needed: who
+    waited for one that is killed after that, or had no time to ask it, finds it there.
 
 Concurrency: trio; one task for each connection. A request never blocks another.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 from typing import NoReturn, Protocol, TypeAlias
 
 import msgspec
@@ -33,7 +36,9 @@ from fpfs.core.control import (
     Status,
     Verb,
     VersionsShown,
+    outcome_path,
     peer,
+    reply_at_end,
 )
 
 _log = logging.getLogger(__name__)
@@ -110,6 +115,8 @@ class ControlServer:
             os.unlink(made)
         await self._socket.bind(made)
         os.chmod(made, 0o666 if self._open_to_others else 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(outcome_path(self._path))  # of a mount that had the same numbers
         self._socket.listen(64)
         os.rename(made, self._path)
         try:
@@ -129,6 +136,18 @@ class ControlServer:
             for scope in self._requests:
                 scope.cancel()
             await self._requests_ended.wait()
+
+    def leave_outcome(self, final: Flushed) -> None:
+        """Leave for those who cannot be told what the end came to; the next mounts remove it."""
+        path = Path(outcome_path(self._path))
+        made = path.with_name(f"{path.name}.new")
+        try:
+            made.write_bytes(msgspec.json.encode(final))
+            made.chmod(0o644 if self._open_to_others else 0o600)
+            made.rename(path)
+        except OSError as error:
+            # Who waits for a server that lives to its end is told all the same.
+            _log.warning("what the end came to cannot be left in %s: %s", path, error.strerror)
 
     async def announce_end(self, final: Flushed) -> None:
         """Tell everybody who waits for the end; returns when they were told."""
@@ -237,20 +256,11 @@ class ControlServer:
         self._waiting_for_end += 1
         try:
             await self._ended.wait()
-            await self._send(stream, self._reply_at_end(request))
+            await self._send(stream, reply_at_end(request, self._final))
         finally:
             self._waiting_for_end -= 1
             if not self._waiting_for_end:
                 self._told_everybody.set()
-
-    def _reply_at_end(self, request: Request) -> Reply:
-        """What the end left; who waits for one file is not told of others."""
-        if request.verb is not Verb.WAIT:
-            return _reply(self._final)
-        for failure in self._final.failures:
-            if failure.ino in (0, request.ino):
-                return Reply(error=failure.message)
-        return _reply(Flushed())
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")

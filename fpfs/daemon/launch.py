@@ -17,18 +17,25 @@ from typing import BinaryIO
 
 import msgspec
 
-from fpfs.core.control import ControlClient, Flushed, Verb
+from fpfs.core.control import ControlClient, Flushed, ServerEnded, Verb
 from fpfs.core.mounts import MountEntry, is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.devices import DeviceSet, open_devices
-from fpfs.daemon.mounting import abort_connection, check_mountpoint, check_outside, unmount
+from fpfs.daemon.mounting import (
+    abort_connection,
+    check_mountpoint,
+    check_outside,
+    is_dead,
+    remove_dead_mount,
+    unmount,
+)
 from fpfs.daemon.places import (
     ARENA_FOLDER,
     default_device,
     default_log,
     make_runtime_folder,
-    remove_dead_sockets,
+    remove_what_ended,
 )
 
 EXIT_S = 10
@@ -94,7 +101,7 @@ def prepare(
     chosen = _chosen_devices([*devices, *options.devices], asked=asked)
     log_path = os.path.realpath(log) if log else ""
     runtime_folder = make_runtime_folder(asked=asked)
-    remove_dead_sockets(runtime_folder)
+    remove_what_ended(runtime_folder)
     covered = [("device directory", path) for path in chosen]
     covered += [("log", log_path)] if log_path else []
     covered += [("staging arena", ARENA_FOLDER), ("control socket", runtime_folder)]
@@ -280,14 +287,40 @@ def stop(mountpoint: str) -> Flushed:
             wrong=f"its server was gone ({refused.wrong}); the mount is taken away",
             remedy="mount again: what was acknowledged comes back as long as the machine runs",
         ) from None
-    with ending, ControlClient(entry, asked=asked) as flushing:
+    with ending:
         # Asked before the unmount: a server with nothing left to do ends at once after it, and
         # would not wait for a question that is still to come.
         ending.send(Verb.END)
-        with contextlib.suppress(Refused):
-            # A catalog that fails refuses this; what that loses is part of the final answer.
+        # A catalog that fails refuses this; what that loses is part of the final answer.
+        with contextlib.suppress(Refused), ControlClient(entry, asked=asked) as flushing:
             flushing.ask(Verb.FLUSH, Flushed)
-        unmount(entry.mountpoint)
-        final = ending.receive(Flushed)
+        _unmount_unless_gone(entry)
+        try:
+            final = ending.receive(Flushed)
+        except ServerEnded:
+            if ending.is_kept:
+                raise
+            raise _ended_untold(entry, asked=asked) from None
         ending.wait_for_exit(timeout_s=EXIT_S)
         return final
+
+
+def _unmount_unless_gone(entry: MountEntry) -> None:
+    """Unmount; a server that ends for another reason may come before, or die with its keeper."""
+    try:
+        unmount(entry.mountpoint)
+    except Refused:
+        if mount_at(entry.mountpoint) == entry and not is_dead(entry):
+            raise
+
+
+def _ended_untold(entry: MountEntry, *, asked: str) -> Refused:
+    """What to tell when the last server of a mount died before all was durable."""
+    state = "the mount is taken away"
+    if not remove_dead_mount(entry.mountpoint):
+        state = "it is not mounted any more"
+    return Refused(
+        asked=asked,
+        wrong=f"its server was gone before it said that all is durable; {state}",
+        remedy="mount again: what was acknowledged comes back as long as the machine runs",
+    )

@@ -8,13 +8,16 @@ Concurrency: plain blocking functions; the server calls them in threads once tri
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fpfs.core.mounts import is_below, mount_at, mount_table
+from fpfs.core.control import is_served
+from fpfs.core.mounts import MountEntry, is_below, mount_at, mount_table
 from fpfs.core.refusal import Refused, refuse_empty
 
 FUSERMOUNT = "fusermount3"
@@ -24,6 +27,19 @@ MAX_READ_BYTES = 512 * 1024
 """Largest READ asked for: half a chunk, so that a reader takes one while the next is on its way."""
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
+
+_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+"""What the kernel answers when nobody holds the other end of a mount's connection any more."""
+
+_PROBE = """if True:
+    import os, sys
+    try:
+        os.statvfs(sys.argv[1])
+    except OSError as error:
+        sys.exit(error.errno)
+"""
+_PROBE_S = 10
+"""How long a mount may take to answer until it counts as one that hangs, and so lives."""
 
 
 def check_mountpoint(mountpoint: str, *, asked: str) -> str:
@@ -135,6 +151,35 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
             if busy
             else "see findmnt -t fuse.fpfs for what is mounted",
         )
+
+
+def is_dead(entry: MountEntry) -> bool:
+    """Whether a mount is one of fpfs that nobody serves, or ever can.
+
+    Where that is not certain, the answer is False: a mount that hangs may come to itself, and one
+    of another user may not be looked at.
+    """
+    if not entry.is_fpfs or is_served(entry):
+        return False
+    # In a process of its own, which can be killed: what is asked of a mount may take forever.
+    command = [sys.executable, "-I", "-S", "-c", _PROBE, entry.mountpoint]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode in _DEAD
+
+
+def remove_dead_mount(mountpoint: str) -> bool:
+    """Take away what a mount left whose processes were killed; False where there is none.
+
+    Raises `Refused` when this user may not.
+    """
+    entry = mount_at(mountpoint)
+    if entry is None or not is_dead(entry):
+        return False
+    unmount(entry.mountpoint, lazy=True)
+    return True
 
 
 def connection_alive(device: str) -> bool:

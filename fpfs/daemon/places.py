@@ -21,7 +21,7 @@ ARENA_FOLDER = "/dev/shm"
 CPU_LATENCY = "/dev/cpu_dma_latency"
 """Who holds it open bounds the time that processors may take to wake (the kernel's PM QoS)."""
 
-SOCKET_SETTLED_S = 60
+SETTLED_S = 60
 """A socket younger than this may belong to a server that does not listen yet."""
 
 
@@ -76,11 +76,18 @@ def make_runtime_folder(*, asked: str) -> str:
     )
 
 
-def remove_dead_sockets(folder: str) -> None:
-    """Remove control sockets that nobody listens on: servers that were killed left them."""
+def remove_what_ended(folder: str) -> None:
+    """Remove control sockets that nobody listens on, and what the ends of mounts came to.
+
+    Servers that were killed left the former; of the latter everybody knows by now who waited.
+    """
+    for path in Path(folder).glob("*.ended"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime >= SETTLED_S:
+                path.unlink()
     for path in Path(folder).glob("*.sock"):
         with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-            if time.time() - path.stat().st_mtime < SOCKET_SETTLED_S:
+            if time.time() - path.stat().st_mtime < SETTLED_S:
                 continue
             probe.setblocking(False)
             try:

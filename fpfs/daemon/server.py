@@ -180,6 +180,8 @@ class Server:
                 await nursery.start(ending.watch_signals)
                 nursery.start_soon(ending.watch_keeper)
                 final = await self._serve(ready, ending, relay_fd, let_go)
+                await control.end_requests()
+                control.leave_outcome(final)
                 self._link.ending()
             except Exception as error:  # noqa: BLE001 (another server takes over)
                 self._die(error)

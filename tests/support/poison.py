@@ -1,4 +1,4 @@
-"""Mounts whose servers die of requests, or do not come to an end with them.
+"""Mounts whose servers die of requests or at points of their way, or come to no end with them.
 
 The folder ``poison_hook`` beside this file is in the servers' PYTHONPATH; see its sitecustomize.py.
 """
@@ -18,7 +18,7 @@ HOOK = REPOSITORY / "tests" / "support" / "poison_hook"
 
 
 class Orders:
-    """What becomes of requests for extended attributes."""
+    """What becomes of requests for extended attributes, and of servers at points."""
 
     def __init__(self, folder: Path) -> None:
         """Give orders in an empty folder."""
@@ -28,6 +28,7 @@ class Orders:
         """Let servers die of requests for ``user.NAME``: of a signal, or by ``exit``.
 
         With ``wait`` such requests wait, with ``block`` all that the name plane does.
+        ``at-NAME`` is a point that servers come to; ``once`` before a death lets one die of it.
         """
         made = self.folder / f".{name}"
         made.write_text(how)

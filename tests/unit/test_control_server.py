@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +16,7 @@ import trio
 import trio.testing
 
 from fpfs.core.control import (
+    ControlClient,
     Failure,
     Flushed,
     Renewing,
@@ -22,8 +26,11 @@ from fpfs.core.control import (
     ScrubStep,
     Status,
     Verb,
+    outcome_path,
 )
 from fpfs.core.errors import InvalidOperation
+from fpfs.core.mounts import MountEntry
+from fpfs.core.refusal import Refused
 from fpfs.daemon.control import ControlServer
 
 PATIENCE_S = 30
@@ -130,6 +137,51 @@ async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path:
     assert msgspec.json.decode(replies[Verb.WAIT].result, type=Flushed) == Flushed()
     assert msgspec.json.decode(replies[Verb.FLUSH].result, type=Flushed) == final
     assert msgspec.json.decode(replies[Verb.END].result, type=Flushed) == final
+
+
+def pid_of_nobody() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+@trio.testing.trio_test
+async def test_what_a_server_left_that_ended_before_it_answered_is_the_answer(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / f"0-999999.{pid_of_nobody()}.sock"
+    entry = MountEntry(1, "0:999999", "/gone", "fuse.fpfs", "fpfs-gone", os.geteuid())
+    final = Flushed(failures=(NOT_KEPT,))
+    answers = {}
+    with contextlib.ExitStack() as clients:
+        asked = {}
+        async with serving(path, Ending()) as control:
+            await control.end_requests()
+            for verb, ino in ((Verb.END, 0), (Verb.FLUSH, 0), (Verb.WAIT, 17), (Verb.WAIT, 18)):
+                client = await trio.to_thread.run_sync(partial(ControlClient, entry, asked="test"))
+                asked[verb, ino] = clients.enter_context(client)
+                client.send(verb, ino=ino)
+            control.leave_outcome(final)
+        for (verb, ino), client in asked.items():
+            receive = partial(client.receive, Flushed, timeout_s=PATIENCE_S)
+            try:
+                answers[verb, ino] = await trio.to_thread.run_sync(receive)
+            except Refused as refused:
+                assert (verb, ino, refused.wrong) == (Verb.WAIT, 18, NOT_KEPT.message)
+    assert answers == {
+        (Verb.END, 0): final,
+        (Verb.FLUSH, 0): final,
+        (Verb.WAIT, 17): Flushed(),
+    }
+
+
+@trio.testing.trio_test
+async def test_what_an_earlier_mount_left_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "0-999999.1.sock"
+    await trio.Path(outcome_path(str(path))).write_bytes(b"{}")
+    async with serving(path, Ending()):
+        assert os.listdir(tmp_path) == [path.name]
 
 
 @trio.testing.trio_test

@@ -8,11 +8,11 @@ import pytest
 
 from fpfs.core.refusal import Refused
 from fpfs.daemon.places import (
-    SOCKET_SETTLED_S,
+    SETTLED_S,
     default_device,
     default_log,
     make_runtime_folder,
-    remove_dead_sockets,
+    remove_what_ended,
 )
 
 
@@ -28,17 +28,26 @@ def bound(path: Path, *, listening: bool, age_s: float) -> socket.socket:
 
 
 def test_only_sockets_that_nobody_listens_on_are_removed(tmp_path: Path) -> None:
-    old_s = 2 * SOCKET_SETTLED_S
+    old_s = 2 * SETTLED_S
     (tmp_path / "other").touch()
     living = bound(tmp_path / "living.sock", listening=True, age_s=old_s)
     starting = bound(tmp_path / "starting.sock", listening=False, age_s=0)
     dead = bound(tmp_path / "dead.sock", listening=True, age_s=old_s)
     dead.close()
-    remove_dead_sockets(str(tmp_path))
+    remove_what_ended(str(tmp_path))
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["living.sock", "other", "starting.sock"]
     living.close()
     starting.close()
+
+
+def test_what_ends_came_to_is_removed_when_everybody_knows(tmp_path: Path) -> None:
+    for name, age_s in (("old.ended", 2 * SETTLED_S), ("new.ended", 0)):
+        (tmp_path / name).touch()
+        moment_s = (tmp_path / name).stat().st_mtime - age_s
+        os.utime(tmp_path / name, (moment_s, moment_s))
+    remove_what_ended(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["new.ended"]
 
 
 def test_users_places_follow_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

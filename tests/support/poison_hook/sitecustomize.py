@@ -1,8 +1,9 @@
-"""Servers that die of requests: what a test's folder says becomes of a request for an attribute.
+"""Servers that die of requests, or at points of their way, as a test's folder says.
 
 Python imports this by itself in every process that has this folder in PYTHONPATH; it does something
 in servers only. A request for the extended attribute ``user.NAME`` meets what the file NAME in the
-folder FPFS_TEST_POISON says, if there is one.
+folder FPFS_TEST_POISON says, if there is one. So does a server that comes to the point NAME (see
+`mark_points`) meet the file ``at-NAME``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def die(how: str) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if how == "exit":
         os._exit(1)
-    signal.signal(signal.Signals[how], signal.SIG_DFL)
+    if how != "SIGKILL":
+        signal.signal(signal.Signals[how], signal.SIG_DFL)
     os.kill(os.getpid(), signal.Signals[how])
     while True:
         signal.pause()  # the signal comes in a moment
@@ -61,6 +63,49 @@ async def meet(name: bytes) -> None:
         die(how)
 
 
+def come_to(point: str) -> None:
+    """Do what is to become of a server that comes to a point; ``once`` holds for the first."""
+    order = order_about(f"at-{point}".encode())
+    how = read(order)
+    if how.startswith("once "):
+        order.unlink()
+    if how:
+        order.with_name(f"{order.name}.met").touch()
+    if how == "block":
+        wait_until_taken_back(order)
+    elif how:
+        die(how.removeprefix("once "))
+
+
+def mark_points() -> None:
+    """Let servers come to points: after each of these calls but ``draining``, which is before."""
+    from fpfs.daemon import mounting
+    from fpfs.daemon.controlled import ControlledServer
+    from fpfs.daemon.keeper import KeeperLink
+
+    def after(where: object, name: str, point: str) -> None:
+        call = getattr(where, name)
+
+        def pointed(*arguments: object, **named: object) -> object:
+            result = call(*arguments, **named)
+            come_to(point)
+            return result
+
+        setattr(where, name, pointed)
+
+    after(mounting, "mount", "mounted")
+    after(KeeperLink, "hold", "held")
+    after(KeeperLink, "serving", "serving")
+    after(KeeperLink, "ending", "ending")
+    flush_at_end = ControlledServer.flush_at_end
+
+    async def flush(self: ControlledServer) -> object:
+        come_to("draining")
+        return await flush_at_end(self)
+
+    ControlledServer.flush_at_end = flush
+
+
 def poison() -> None:
     """Let requests for attributes meet what is to become of them first."""
     from fpfs.daemon.operations import Operations
@@ -76,3 +121,4 @@ def poison() -> None:
 
 if "fpfs.daemon.process" in sys.orig_argv:
     poison()
+    mark_points()

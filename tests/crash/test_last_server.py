@@ -1,0 +1,93 @@
+"""Servers that die at the end of an unmount: what ``fpfs umount`` makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs
+from tests.support.poison import Orders, poisoned_mount
+from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
+
+CONTENT = os.urandom(3_000_001)
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Iterator[tuple[Mount, Orders]]:
+    """A mount with a file, whose servers do what they are told."""
+    with poisoned_mount(tmp_path) as (mount, orders):
+        mount.allow_log(r"fpfs.keeper: server \d+ died \(signal 9\)")
+        (mount.root / "file").write_bytes(CONTENT)
+        yield mount, orders
+
+
+def start_umount(mount: Mount) -> subprocess.Popen[str]:
+    """Start ``fpfs umount``, and do not wait for its end."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fpfs.cli.main", "umount", str(mount.root)],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_next_mount(mount: Mount) -> None:
+    """Everything is there again."""
+    assert mount.entry() is None
+    mount.forget()
+    mount.mount()
+    assert (mount.root / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("point", ["draining", "ending"])
+def test_an_unmount_whose_server_dies_at_its_end_has_succeeded(
+    poisoned: tuple[Mount, Orders], point: str
+) -> None:
+    """The next server goes on with it; when all is durable, none is needed."""
+    mount, orders = poisoned
+    orders.give(f"at-{point}", "once SIGKILL")
+    check_fpfs("umount", mount.root)
+    orders.wait_met(f"at-{point}")
+    check_next_mount(mount)
+
+
+def test_an_unmount_that_the_next_server_has_ended_before_it_is_asked(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    mount, orders = poisoned
+    orders.give("at-draining", "block")
+    with start_umount(mount) as unmount:
+        orders.wait_met("at-draining")
+        stop(unmount.pid)
+        os.kill(mount.server_pid, signal.SIGKILL)
+        orders.take_back("at-draining")
+        wait_for_exit(mount.keeper_pid)
+        unmount.send_signal(signal.SIGCONT)
+        _, said = unmount.communicate(timeout=EXIT_TIMEOUT_S)
+    assert (unmount.returncode, said) == (0, "")
+    check_next_mount(mount)
+
+
+def test_an_unmount_whose_keeper_and_server_die_says_what_is_known(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    mount, orders = poisoned
+    orders.give("at-draining", "block")
+    with start_umount(mount) as unmount:
+        orders.wait_met("at-draining")
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        _, said = unmount.communicate(timeout=EXIT_TIMEOUT_S)
+    orders.take_back("at-draining")
+    assert unmount.returncode == 1
+    assert said == (
+        f"fpfs: unmount {mount.root}: its server was gone before it said that all is durable; it is"
+        " not mounted any more; mount again: what was acknowledged comes back as long as the"
+        " machine runs\n"
+    )
+    check_next_mount(mount)
