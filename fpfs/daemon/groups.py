@@ -211,9 +211,10 @@ class Groups:
         return frozenset().union(*(group.inos for group in taken))
 
     async def settle(self) -> None:
-        """Let groups stay as they are at an end in good order."""
+        """Let groups stay as they are at an end in good order, durably."""
         if self._are_there:
             await self._catalog.write_urgently(catalog_groups.settle)
+            await self._catalog.make_durable()
 
 
 def _report(group: TakenAway) -> None:

@@ -181,6 +181,8 @@ class Server:
                 nursery.start_soon(ending.watch_keeper)
                 final = await self._serve(ready, ending, relay_fd, let_go)
                 await control.end_requests()
+                # Nothing that is told to be so may need another server once the keeper knows.
+                await self._settle_groups()
                 control.leave_outcome(final)
                 self._link.ending()
             except Exception as error:  # noqa: BLE001 (another server takes over)
@@ -356,10 +358,14 @@ class Server:
             if self._devices.missing or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
-            with contextlib.suppress(OSError):  # they are taken away then, as after a crash
-                await self._groups.settle()
+            await self._settle_groups()
             await self._catalog.close()
             self._devices.close()
+
+    async def _settle_groups(self) -> None:
+        """Note that groups stay as they are; where that fails they go, as after a crash."""
+        with contextlib.suppress(OSError):
+            await self._groups.settle()
 
 
 def placement(options: MountOptions, devices: DeviceSet) -> Policy:

@@ -74,6 +74,19 @@ def test_an_unmount_that_the_next_server_has_ended_before_it_is_asked(
     check_next_mount(mount)
 
 
+def test_a_group_stays_although_the_server_dies_at_the_end(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    mount, orders = poisoned
+    check_fpfs("policy", "set", mount.root, "commit=group", module="fpfs.cli.ctl")
+    (mount.root / "step").mkdir()
+    (mount.root / "step" / "shard").write_bytes(CONTENT)
+    orders.give("at-ending", "once SIGKILL")
+    check_fpfs("umount", mount.root)
+    check_next_mount(mount)
+    assert (mount.root / "step" / "shard").read_bytes() == CONTENT
+
+
 def test_an_unmount_whose_keeper_and_server_die_says_what_is_known(
     poisoned: tuple[Mount, Orders],
 ) -> None:
