@@ -13,6 +13,8 @@ Invariants:
   * A server tells the keeper of the mount before the kernel's first request is answered, and that
     it ends in good order before it gives up what the next mount needs.
   * A server that sees its keeper gone drains and ends the mount.
+  * A mount whose server died before it told of it is taken away. fusermount3 holds the server's end
+    of the connection open, so that the keeper waits for its end, too.
 
 Concurrency: one thread, which waits for signals, for the server's end and for its messages.
 """
@@ -110,7 +112,11 @@ class Inherited(NamedTuple):
 
 
 class KeeperLink:
-    """The server's end of its connection to the keeper."""
+    """The server's end of its connection to the keeper.
+
+    A keeper that is gone is not told of the mount, nor of its end: who watches the connection ends
+    the mount.
+    """
 
     def __init__(self, link: socket.socket, *, keeper_pid: int, started_unix_s: float) -> None:
         """Take the socket over; the first server was started at `started_unix_s`."""
@@ -128,20 +134,27 @@ class KeeperLink:
         message = msgspec.json.encode(_Message(notice=Notice.HOLD, device=device))
         for first in range(0, len(descriptors), DESCRIPTORS_MAX):
             now = descriptors[first : first + DESCRIPTORS_MAX]
-            socket.send_fds(self._socket, [message], now)
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(self._socket, [message], now)
 
     def serving(self) -> None:
         """Tell the keeper that this server has come so far that it answers."""
-        self._socket.send(msgspec.json.encode(_Message(notice=Notice.SERVING)))
+        self._tell(Notice.SERVING)
 
     def renewing(self) -> None:
-        """Tell the keeper that this server makes room for the program that is installed by now."""
+        """Tell the keeper that this server makes room for the program that is installed by now.
+
+        Raises ConnectionError when it is gone: nobody would execute that.
+        """
         self._socket.send(msgspec.json.encode(_Message(notice=Notice.RENEWING)))
 
     def ending(self) -> None:
         """Tell the keeper that this server ends in good order and needs no successor."""
-        with contextlib.suppress(ConnectionError, BrokenPipeError):
-            self._socket.send(msgspec.json.encode(_Message(notice=Notice.ENDING)))
+        self._tell(Notice.ENDING)
+
+    def _tell(self, notice: Notice) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._socket.send(msgspec.json.encode(_Message(notice=notice)))
 
 
 def died_of_fault(status: int) -> bool:
@@ -161,17 +174,20 @@ class Keeper:
         *,
         serve: Serve,
         give_up: Callable[[], None],
+        clean_up: Callable[[], None],
         started: Callable[[], None],
         renew: Callable[[KeeperState], NoReturn],
         state: KeeperState | None,
     ) -> None:
         """`give_up` takes the mount away when servers die again and again.
 
-        `started` is called once, when the first server runs. `renew` executes the program that is
-        installed by now. `state` is what a keeper left that did so.
+        `clean_up` takes away what is left of a mount that nobody holds any more. `started` is
+        called once, when the first server runs. `renew` executes the program that is installed by
+        now. `state` is what a keeper left that did so.
         """
         self._serve = serve
         self._give_up = give_up
+        self._clean_up = clean_up
         self._started = started
         self._renew = renew
         self._descriptors = list(state.descriptors) if state else []
@@ -203,6 +219,8 @@ class Keeper:
         while True:
             status = self._last_status = self._run_server(wake_reader)
             if self._ending or not self._descriptors:
+                if status != 0:
+                    self._let_go()
                 return status
             self._restarts += 1
             if self._passed_on and not self._signals:
@@ -220,6 +238,12 @@ class Keeper:
                 return 1
             if self._failures > 1:
                 time.sleep(RETRY_S)
+
+    def _let_go(self) -> None:
+        """Leave no mount: the last server died before it told of it, or while it ended it."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        self._clean_up()
 
     def _execute(self) -> NoReturn:
         """Go on as the program that is installed by now; signals wait until it can take them."""

@@ -23,6 +23,7 @@ from fpfs.core.options import MountOptions
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import (
+    MOUNT_DEAD,
     abort_connection,
     check_mountpoint,
     check_outside,
@@ -229,21 +230,37 @@ def _configure(config: ServerConfig, process: subprocess.Popen[bytes]) -> None:
 
 def _started(config: ServerConfig, line: bytes, process: subprocess.Popen[bytes]) -> Started:
     if not line:
-        raise Refused(
-            asked=config.asked,
-            wrong=f"the server ended before it was ready (exit status {process.wait()})",
-            remedy=f"see the end of its log {config.log}",
-        )
+        raise _ended_early(config, process)
     readiness = msgspec.json.decode(line, type=Readiness)
     if readiness.refusal is not None:
         process.wait()
         raise readiness.refusal.exception()
-    os.statvfs(config.mountpoint)
+    try:
+        os.statvfs(config.mountpoint)
+    except OSError as error:
+        if error.errno not in MOUNT_DEAD:
+            raise
+        # Before the kernel has its first answer there is nothing that another server takes over.
+        raise _ended_early(config, process) from None
     return Started(
         mountpoint=config.mountpoint,
         devices=config.devices,
         log=config.log,
         readiness=readiness,
+    )
+
+
+def _ended_early(config: ServerConfig, process: subprocess.Popen[bytes]) -> Refused:
+    """What to tell of a mount whose server died before it answered; no mount is left.
+
+    The keeper may try others first.
+    """
+    status = process.wait()
+    remove_dead_mount(config.mountpoint)  # the keeper was killed, too
+    return Refused(
+        asked=config.asked,
+        wrong=f"the server ended before it was ready (exit status {status})",
+        remedy=f"see the end of its log {config.log}",
     )
 
 

@@ -28,7 +28,7 @@ MAX_READ_BYTES = 512 * 1024
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
 
-_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+MOUNT_DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 """What the kernel answers when nobody holds the other end of a mount's connection any more."""
 
 _PROBE = """if True:
@@ -43,9 +43,14 @@ _PROBE_S = 10
 
 
 def check_mountpoint(mountpoint: str, *, asked: str) -> str:
-    """The resolved mountpoint, or `Refused` with the reason why nothing can be mounted there."""
+    """The resolved mountpoint, or `Refused` with the reason why nothing can be mounted there.
+
+    A mount of this user that nobody serves any more is taken away first.
+    """
     refuse_empty(mountpoint, what="mountpoint", asked=asked)
     entry = mount_at(mountpoint)
+    if entry is not None and os.getuid() in (0, entry.owner_uid):
+        entry = mount_at(mountpoint) if remove_dead_mount(mountpoint) else entry
     if entry is not None and entry.is_fpfs:
         raise Refused(
             asked=asked,
@@ -82,11 +87,14 @@ def check_outside(mountpoint: str, paths: Iterable[tuple[str, str]], *, asked: s
             )
 
 
-def mount(mountpoint: str, *, options: Sequence[str], asked: str) -> int:
+def mount(
+    mountpoint: str, *, options: Sequence[str], asked: str, held_fds: Sequence[int] = ()
+) -> int:
     """Mount at a resolved directory; returns the /dev/fuse descriptor (close-on-exec).
 
-    `options` are mount options with commas in values escaped by a backslash. Raises `Refused`
-    with fusermount3's own words.
+    `options` are mount options with commas in values escaped by a backslash. fusermount3 holds
+    `held_fds` open: who waits for their end, after this process was killed, waits for its end too.
+    Raises `Refused` with fusermount3's own words.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
@@ -94,7 +102,7 @@ def mount(mountpoint: str, *, options: Sequence[str], asked: str) -> int:
             process = subprocess.Popen(
                 [FUSERMOUNT, "-o", ",".join(options), "--", mountpoint],
                 env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *held_fds],
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -167,7 +175,7 @@ def is_dead(entry: MountEntry) -> bool:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_PROBE_S, check=False)
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode in _DEAD
+    return done.returncode in MOUNT_DEAD
 
 
 def remove_dead_mount(mountpoint: str) -> bool:

@@ -75,6 +75,7 @@ def run(config: ServerConfig, state: KeeperState | None = None) -> int:
     keeper = Keeper(
         serve=functools.partial(run_server, config),
         give_up=functools.partial(give_up, config.mountpoint),
+        clean_up=functools.partial(clean_up, config.mountpoint),
         started=functools.partial(_close_readiness, config),
         renew=functools.partial(renewal.execute, config),
         state=state,
@@ -96,6 +97,15 @@ def give_up(mountpoint: str) -> None:
     with contextlib.suppress(Refused):
         mounting.unmount(mountpoint, lazy=True)
     mounting.abort_connection(entry.device)
+
+
+def clean_up(mountpoint: str) -> None:
+    """Take away a mount whose connection nobody holds any more."""
+    try:
+        if mounting.remove_dead_mount(mountpoint):
+            _log.warning("the server died where nobody else held the mount: it is taken away")
+    except Refused as refused:
+        _log.error("%s", refused)
 
 
 def run_server(config: ServerConfig, link: KeeperLink, inherited: Inherited | None) -> int:

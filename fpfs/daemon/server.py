@@ -286,14 +286,26 @@ class Server:
             config.mountpoint,
             options=mount_options(config.options, filesystem_id=self._devices.filesystem_id),
             asked=config.asked,
+            held_fds=[fd for fd in (self._link.fileno(), config.ready_fd) if fd >= 0],
         )
         fuse_fd = await trio.to_thread.run_sync(mount)
-        entry = mount_at(config.mountpoint)
-        assert entry is not None, "fusermount3 said that it mounted"
-        mounting.raise_read_ahead(entry.device)
-        self._link.hold(device=entry.device, fuse_fd=fuse_fd, lock_fds=self._devices.lock_fds)
+        device = self._hold_mount(fuse_fd)
         new = Connection.NEW
-        return entry.device, self._engine.serve(fuse_fd, self._directories, connection=new)
+        return device, self._engine.serve(fuse_fd, self._directories, connection=new)
+
+    def _hold_mount(self, fuse_fd: int) -> str:
+        """Let the keeper hold a mount that was just made; returns its ``major:minor``."""
+        try:
+            entry = mount_at(self._config.mountpoint)
+            assert entry is not None, "fusermount3 said that it mounted"
+            mounting.raise_read_ahead(entry.device)
+        except BaseException:
+            # Nobody else knows of it, and it has not been used.
+            os.close(fuse_fd)
+            mounting.unmount(self._config.mountpoint, lazy=True)
+            raise
+        self._link.hold(device=entry.device, fuse_fd=fuse_fd, lock_fds=self._devices.lock_fds)
+        return entry.device
 
     async def _serve_names(self, ready: Callable[[], None], relay_fd: int) -> None:
         """Let pyfuse3 answer until the connection has ended."""

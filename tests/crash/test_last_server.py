@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.daemon.mounting import abort_connection
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs
 from tests.support.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
@@ -85,6 +86,21 @@ def test_a_group_stays_although_the_server_dies_at_the_end(
     check_fpfs("umount", mount.root)
     check_next_mount(mount)
     assert (mount.root / "step" / "shard").read_bytes() == CONTENT
+
+
+def test_an_aborted_mount_goes_although_its_server_dies_while_it_ends_it(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    """That takes it away when all is durable, which the keeper does for it then."""
+    mount, orders = poisoned
+    mount.expect_log("the server died where nobody else held the mount: it is taken away")
+    entry = mount.entry()
+    assert entry is not None
+    orders.give("at-ending", "once SIGKILL")
+    assert abort_connection(entry.device)
+    wait_for_exit(mount.keeper_pid)
+    orders.wait_met("at-ending")
+    check_next_mount(mount)
 
 
 def test_an_unmount_whose_keeper_and_server_die_says_what_is_known(

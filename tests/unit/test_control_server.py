@@ -26,6 +26,7 @@ from fpfs.core.control import (
     ScrubStep,
     Status,
     Verb,
+    is_served,
     outcome_path,
 )
 from fpfs.core.errors import InvalidOperation
@@ -174,6 +175,15 @@ async def test_what_a_server_left_that_ended_before_it_answered_is_the_answer(
         (Verb.FLUSH, 0): final,
         (Verb.WAIT, 17): Flushed(),
     }
+
+
+@trio.testing.trio_test
+async def test_who_listens_serves_also_without_a_keeper(tmp_path: Path) -> None:
+    path = tmp_path / f"0-999999.{pid_of_nobody()}.sock"
+    entry = MountEntry(1, "0:999999", "/gone", "fuse.fpfs", "fpfs-gone", os.geteuid())
+    async with serving(path, Ending()):
+        assert is_served(entry)
+    assert not is_served(entry)
 
 
 @trio.testing.trio_test
