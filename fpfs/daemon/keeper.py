@@ -21,6 +21,7 @@ Concurrency: one thread, which waits for signals, for the server's end and for i
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import gc
@@ -42,6 +43,12 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 FAILURES_MAX = 5
 """Servers in a row that do not come so far as to answer, after which the mount is given up."""
+
+FAULTS_MAX = 100
+FAULTS_S = 300
+"""Servers that die of what they do within this time, after which the mount is given up.
+
+Five die of one request before it is refused (native/src/requests.cc): this allows for twenty."""
 
 RETRY_S = 1.0
 """Time between such servers: what they fail for may pass."""
@@ -196,6 +203,8 @@ class Keeper:
         self._ending = False
         self._renewing = False
         self._failures = 0
+        self._fault_times_s: collections.deque[float] = collections.deque(maxlen=FAULTS_MAX)
+        """When the last servers died of what they did, by the monotonic clock."""
         self._signals = list(state.signals) if state else []
         """Signals that no server has got yet."""
         self._passed_on = 0
@@ -227,17 +236,29 @@ class Keeper:
                 self._signals.append(self._passed_on)  # the next one is to end, too
             if self._renewing:
                 self._execute()
-            self._failures = 0 if self._serving else self._failures + 1
-            if self._failures == FAILURES_MAX:
+            hopeless = self._count(status)
+            if hopeless:
                 _log.critical(
-                    "%d servers in a row did not come to answer: the mount is given up; what was"
-                    " acknowledged is in the staging arena, for the next mount of this boot",
-                    FAILURES_MAX,
+                    "%s: the mount is given up; what was acknowledged is in the staging arena, for"
+                    " the next mount of this boot",
+                    hopeless,
                 )
                 self._give_up()
                 return 1
             if self._failures > 1:
                 time.sleep(RETRY_S)
+
+    def _count(self, status: int) -> str:
+        """Count a death; returns why there is no use in another server, if there is none."""
+        self._failures = 0 if self._serving else self._failures + 1
+        if self._failures == FAILURES_MAX:
+            return f"{FAILURES_MAX} servers in a row did not come to answer"
+        if died_of_fault(status):
+            now_s = time.monotonic()
+            self._fault_times_s.append(now_s)
+            if len(self._fault_times_s) == FAULTS_MAX and now_s - self._fault_times_s[0] < FAULTS_S:
+                return f"{FAULTS_MAX} servers within {FAULTS_S} s died of what they did"
+        return ""
 
     def _let_go(self) -> None:
         """Leave no mount: the last server died before it told of it, or while it ended it."""
