@@ -172,8 +172,8 @@ class TakeOver:
         )
         for ino in sorted(lost):
             log.error(
-                "inode %d (%s): what was written and not committed is lost, since the staging arena"
-                " is damaged; the version before stays",
+                "inode %d (%s): what was written and not committed is lost, since not all of it is"
+                " there; the version before stays",
                 ino,
                 ", ".join(map(show_name, names.get(ino, ()))) or "without a name",
             )

@@ -157,6 +157,7 @@ enum class Change : uint16_t {
   Settled = 6,   // the catalog holds what came up to the sequence in the payload
   Begun = 7,     // a drain has begun: its version is all that came up to here
   Reached = 8,   // and is on devices now; what comes from here on is of a later version
+  Lost = 9,      // staged bytes could be written to no device, and are staged no more
 };
 
 // Flags of a record. Closed has, in the upper byte, the signal that ended the writer.

@@ -66,6 +66,16 @@ Summary summarize(const Leftover& left) {
   return summary;
 }
 
+// Whether bytes were lost since the file was empty.
+bool misses_bytes(const Leftover& left) {
+  bool lost = false;
+  for (const JournalEntry& entry : left.changes) {
+    if (entry.kind == arena::Change::Lost) lost = true;
+    if (entry.kind == arena::Change::Truncate && entry.state.size == 0) lost = false;
+  }
+  return lost;
+}
+
 // Whether the bytes that a truncation cut off a block may still be there: what overwrites them with
 // zeros is not on a device.
 bool has_open_tail(const std::vector<JournalEntry>& changes) {
@@ -180,6 +190,11 @@ void Engine::sort_remains(Remains remains) {
     suspects_.insert(ino);
   }
   for (const auto& [ino, left] : leftovers_) {
+    if (misses_bytes(left)) {
+      log(40, "inode " + std::to_string(ino) +
+                  ": what the server before had acknowledged of it could be written to no device");
+      suspects_.insert(ino);
+    }
     std::optional<PartedLeftover> parts = part(left);
     if (!parts.has_value()) continue;
     if (parts->later.changes.empty() && parts->later.slots.empty()) {

@@ -362,6 +362,9 @@ void File::finish_slot(Slot* slot, Actions& actions) {
     for (const auto& range : slot->ranges.all()) {
       lost_.emplace_back(start + range.begin, start + range.end);
     }
+    note([](Journal& journal, const FileState& state) {
+      return journal.note(state, arena::Change::Lost);
+    });
   } else if (!adopt(slot->written)) {
     // The slot keeps the bytes; commits of other files make room.
     plane_.park([self = shared_from_this(), slot] {

@@ -176,6 +176,7 @@ void File::replay(const JournalEntry& entry) {
     case arena::Change::Settled:
     case arena::Change::Begun:
     case arena::Change::Reached:
+    case arena::Change::Lost:
       break;
   }
   size_ = entry.state.size;

@@ -1,8 +1,10 @@
 // Real faults under a whole engine: a device that is lost, one that is full.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <filesystem>
 #include <string>
 #include <thread>
 
@@ -18,6 +20,7 @@ using testing::Ext4;
 using testing::log_lines;
 using testing::LoopMount;
 using testing::random_bytes;
+using testing::TempDirectory;
 using testing::Xfs;
 
 constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
@@ -106,7 +109,10 @@ TEST_CASE(
     "engine fault: what could be kept nowhere cannot be read, and nothing beside it is lost") {
   LoopMount mount(Xfs::name, Xfs::make, Xfs::image_bytes);
   if (!mount.ready()) return;
-  EngineFixture fixture(over(mount, 1));
+  const TempDirectory folder;
+  EngineOptions options = over(mount, 1);
+  options.arena = folder.path() + "/arena";
+  EngineFixture fixture(options);
   const auto file = fixture.load(1);
   constexpr uint64_t kBegin = 300'000;
   const std::string bytes = random_bytes(50'000, 6);
@@ -121,6 +127,15 @@ TEST_CASE(
   CHECK(fixture.try_read(*file, 0, kPieceBytes, &found) == EIO);
   CHECK(fixture.read(*file, kBegin - 100, 100) == std::string(100, '\0'));
   CHECK(fixture.read(*file, end, 100) == std::string(100, '\0'));
+
+  // Nor does another process take for whole what is left of it.
+  std::filesystem::copy_file(options.arena, options.arena + "-left");
+  Remains remains;
+  std::string warning;
+  REQUIRE(Arena::attach({options.arena + "-left", "fixture", 0, 0}, -1, &remains, &warning).ok());
+  CHECK(std::any_of(remains.changes.begin(), remains.changes.end(), [](const JournalEntry& entry) {
+    return entry.kind == arena::Change::Lost && entry.state.ino == 1;
+  }));
 }
 
 TEST_CASE("engine fault: a full device refuses the write, keeps what it took, and recovers") {

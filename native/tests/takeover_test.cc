@@ -589,6 +589,30 @@ TEST_CASE("takeover: what was closed is a version of its own, although somebody 
   check_committed(*succession.second, kIno);
 }
 
+TEST_CASE("takeover: what could be written to no device makes all that was left doubtful") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  const std::string content = random_bytes(100'000, 1);
+  REQUIRE(succession.first->write(*file, 0, content) == 0);
+  const FileState state{kIno, content.size(), 1, 1, false};
+  REQUIRE(succession.first->engine().arena().journal().note(state, arena::Change::Lost).ok());
+  SUBCASE("whatever else was written") {
+    REQUIRE(succession.first->write(*file, 0, content) == 0);
+    succession.attach();
+    const Engine::Left left = succession.second->engine().left();
+    CHECK(left.suspects == std::vector<uint64_t>{kIno});
+    CHECK_FALSE(left.all_suspect);
+  }
+  SUBCASE("unless the file was emptied") {
+    REQUIRE(succession.first->truncate(*file, 0) == 0);
+    REQUIRE(succession.first->write(*file, 0, content) == 0);
+    const auto taken = succession.attach();
+    CHECK(succession.second->engine().left().suspects.empty());
+    REQUIRE(succession.second->recover(kIno) == 0);
+    CHECK(succession.second->read(*taken, 0, 200'000) == content);
+  }
+}
+
 TEST_CASE("takeover: an arena that was never finished is made anew") {
   for (const size_t bytes : {0U, 100U, 1'000'000U}) {
     const Site place;
