@@ -282,8 +282,8 @@ class Keeper:
     def _forward(self, number: int, _frame: object) -> None:
         """Pass a signal on: now, or to the server that is about to start."""
         self._signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
-        # One that takes over would die of it; the first one is to.
-        if self._serving or (self._pid and not self._descriptors):
+        # One that takes over would die of it; the first one is to. Between two there is none.
+        if self._pid and (self._serving or not self._descriptors):
             self._pass_signals_on()
 
     def _pass_signals_on(self) -> None:
@@ -307,17 +307,20 @@ class Keeper:
             )
         keeper_pid = os.getpid()
         self._serving = False
+        # A server's signals are its own from the beginning, and the keeper knows whose they are.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
             link = KeeperLink(theirs, keeper_pid=keeper_pid, started_unix_s=self._started_unix_s)
             self._be_server(link, inherited)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         theirs.close()
         if not self._restarts:
             self._started()
+        pid = self._pid
         with ours:
             status = self._wait(ours, wake_fd)
-        pid, self._pid = self._pid, 0
         if self._renewing:
             _log.info("server %d made room for the program that is installed now", pid)
         elif not self._ending and self._descriptors:
@@ -333,6 +336,7 @@ class Keeper:
             for number in FORWARDED:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             # The terminal's Ctrl-C is for the keeper, which passes it on.
             os.setpgid(0, 0)
             status = self._serve(link, inherited)
@@ -355,7 +359,8 @@ class Keeper:
                 if process_fd in ready:
                     while self._take_notice(link):
                         pass
-                    _, status = os.waitpid(self._pid, 0)
+                    pid, self._pid = self._pid, 0  # may be another's number from now on
+                    _, status = os.waitpid(pid, 0)
                     return os.waitstatus_to_exitcode(status)
         finally:
             os.close(process_fd)

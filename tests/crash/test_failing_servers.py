@@ -50,6 +50,40 @@ KEEPER = """if True:
 """
 
 
+BETWEEN = """if True:
+    import logging, os, signal, sys
+    from fpfs.daemon.keeper import Keeper
+
+    logging.basicConfig(format="%(message)s")
+
+    class Signalled(Keeper):
+        def _count(self, status):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super()._count(status)
+
+    def serve(link, inherited):
+        if inherited is None:
+            link.hold(device="0:0", fuse_fd=os.open(os.devnull, os.O_RDONLY), lock_fds=[])
+            link.serving()
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        link.serving()
+        print(signal.sigwait([signal.SIGTERM]).name, flush=True)
+        link.ending()
+        return 0
+
+    keeper = Signalled(
+        serve=serve,
+        give_up=lambda: print("given up"),
+        clean_up=lambda: print("cleaned up"),
+        started=lambda: None,
+        renew=sys.exit,
+        state=None,
+    )
+    sys.exit(keeper.run())
+"""
+
+
 def keep(*hows: str, deaths: int) -> tuple[int, str, str]:
     """Run a keeper whose servers die in turn in these ways; its exit status and what it said."""
     done = subprocess.run(
@@ -77,6 +111,20 @@ def test_servers_that_are_killed_are_never_given_up() -> None:
     # Those that die of themselves count as well when others are killed in between.
     assert keep("SIGKILL", "exit", deaths=2 * FAULTS_MAX - 1)[:2] == (0, "")
     assert keep("SIGKILL", "exit", deaths=2 * FAULTS_MAX)[:2] == (1, "given up\n")
+
+
+def test_a_signal_between_two_servers_is_for_the_next_one_alone() -> None:
+    """Not for the keeper's whole process group, of which it is one."""
+    done = subprocess.run(
+        [sys.executable, "-c", BETWEEN],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), done.stderr
 
 
 def test_a_mount_whose_servers_fail_again_and_again_is_given_up(tmp_path: Path) -> None:
