@@ -52,7 +52,12 @@ char* LandingPool::take(const std::function<void()>& before_wait) {
   if (stopped_) return nullptr;
   if (free_.empty()) {
     ++made_;
-    return static_cast<char*>(std::aligned_alloc(wire::kPageBytes, wire::kMaxWriteBytes));
+    auto* made = static_cast<char*>(std::aligned_alloc(wire::kPageBytes, wire::kMaxWriteBytes));
+    // Its pages have to be there when the kernel copies a request to them: one that a SIGKILL
+    // interrupts at a page that is missing it answers with EIO, instead of sending it again to the
+    // next server (fuse_dev_do_read).
+    if (made != nullptr) std::memset(made, 0, wire::kMaxWriteBytes);
+    return made;
   }
   char* buffer = free_.back();
   free_.pop_back();
