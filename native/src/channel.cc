@@ -35,6 +35,15 @@ uint64_t release_in(const char* head) {
   return header.opcode == FUSE_RELEASE ? header.unique : 0;
 }
 
+// Its pages have to be there when the kernel copies a request to them: one that a SIGKILL
+// interrupts at a page that is missing it answers with EIO, instead of sending it again to the next
+// server (fuse_dev_do_read).
+char* make_landing_buffer() {
+  auto* made = static_cast<char*>(std::aligned_alloc(wire::kPageBytes, wire::kMaxWriteBytes));
+  if (made != nullptr) std::memset(made, 0, wire::kMaxWriteBytes);
+  return made;
+}
+
 }  // namespace
 
 LandingPool::~LandingPool() {
@@ -52,12 +61,8 @@ char* LandingPool::take(const std::function<void()>& before_wait) {
   if (stopped_) return nullptr;
   if (free_.empty()) {
     ++made_;
-    auto* made = static_cast<char*>(std::aligned_alloc(wire::kPageBytes, wire::kMaxWriteBytes));
-    // Its pages have to be there when the kernel copies a request to them: one that a SIGKILL
-    // interrupts at a page that is missing it answers with EIO, instead of sending it again to the
-    // next server (fuse_dev_do_read).
-    if (made != nullptr) std::memset(made, 0, wire::kMaxWriteBytes);
-    return made;
+    lock.unlock();
+    return make_landing_buffer();
   }
   char* buffer = free_.back();
   free_.pop_back();

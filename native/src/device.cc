@@ -239,8 +239,11 @@ int NativeDevice::change(IoRequest* request) {
 // for all of them (ext4, XFS: inode_dio_wait), and of blocks that are there it does nothing else.
 int NativeDevice::await_others(IoRequest* request) {
   const int fd = request->open_file->fd.get();
-  int result = ::fallocate(fd, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(request->offset),
-                           static_cast<off_t>(request->length));
+  int result = 0;
+  do {
+    result = ::fallocate(fd, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(request->offset),
+                         static_cast<off_t>(request->length));
+  } while (result != 0 && errno == EINTR);
   if (result != 0 && errno == EOPNOTSUPP) {
     struct stat object {};
     result = ::fstat(fd, &object);

@@ -17,13 +17,26 @@ from tests.support.servers import wait_for_exit
 
 GIVEN_UP = f"{FAULTS_MAX} servers within {FAULTS_S} s died of what they did"
 
-KEEPER = """if True:
+KEEP = """if True:
     import logging, os, resource, signal, sys
     from fpfs.daemon.keeper import Keeper
 
-    hows, deaths = sys.argv[1].split(","), int(sys.argv[2])
     logging.basicConfig(format="%(message)s")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    {definitions}
+    keeper = {kind}(
+        serve=serve,
+        give_up=lambda: print("given up"),
+        clean_up=lambda: print("cleaned up"),
+        started=lambda: None,
+        renew=sys.exit,
+        state=None,
+    )
+    sys.exit(keeper.run())
+"""
+
+FAILING = """
+    hows, deaths = sys.argv[1].split(","), int(sys.argv[2])
 
     def serve(link, inherited):
         restarts = inherited.restarts if inherited else 0
@@ -37,25 +50,10 @@ KEEPER = """if True:
         if how == "exit":
             return 70
         os.kill(os.getpid(), signal.Signals[how])
-
-    keeper = Keeper(
-        serve=serve,
-        give_up=lambda: print("given up"),
-        clean_up=lambda: print("cleaned up"),
-        started=lambda: None,
-        renew=sys.exit,
-        state=None,
-    )
-    sys.exit(keeper.run())
 """
 
 
-BETWEEN = """if True:
-    import logging, os, signal, sys
-    from fpfs.daemon.keeper import Keeper
-
-    logging.basicConfig(format="%(message)s")
-
+SIGNALLED = """
     class Signalled(Keeper):
         def _count(self, status):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -71,29 +69,27 @@ BETWEEN = """if True:
         print(signal.sigwait([signal.SIGTERM]).name, flush=True)
         link.ending()
         return 0
-
-    keeper = Signalled(
-        serve=serve,
-        give_up=lambda: print("given up"),
-        clean_up=lambda: print("cleaned up"),
-        started=lambda: None,
-        renew=sys.exit,
-        state=None,
-    )
-    sys.exit(keeper.run())
 """
 
 
-def keep(*hows: str, deaths: int) -> tuple[int, str, str]:
-    """Run a keeper whose servers die in turn in these ways; its exit status and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-c", KEEPER, ",".join(hows), str(deaths)],
+def run_keeper(
+    definitions: str, *arguments: str, kind: str = "Keeper"
+) -> subprocess.CompletedProcess[str]:
+    """Run a keeper in a process group of its own; `definitions` are of its servers."""
+    return subprocess.run(
+        [sys.executable, "-c", KEEP.format(definitions=definitions, kind=kind), *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=120,
+        start_new_session=True,
         check=False,
     )
+
+
+def keep(*hows: str, deaths: int) -> tuple[int, str, str]:
+    """Run a keeper whose servers die in turn in these ways; its exit status and what it said."""
+    done = run_keeper(FAILING, ",".join(hows), str(deaths))
     return done.returncode, done.stdout, done.stderr
 
 
@@ -115,15 +111,7 @@ def test_servers_that_are_killed_are_never_given_up() -> None:
 
 def test_a_signal_between_two_servers_is_for_the_next_one_alone() -> None:
     """Not for the keeper's whole process group, of which it is one."""
-    done = subprocess.run(
-        [sys.executable, "-c", BETWEEN],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        start_new_session=True,
-        check=False,
-    )
+    done = run_keeper(SIGNALLED, kind="Signalled")
     assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), done.stderr
 
 
