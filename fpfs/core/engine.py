@@ -357,7 +357,8 @@ class Engine(Protocol):
         """Handles that the kernel has released since the last call, in that order.
 
         The engine has forgotten them and has answered the kernel. Whoever acts on something that
-        may have come after such a release calls this first.
+        may have come after such a release calls this first. Those of a server that died are among
+        them whose openers were killed before they got them, and of these `record`ed ones, too.
         """
 
     def attributes(self, ino: int) -> FileAttributes:

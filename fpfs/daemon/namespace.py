@@ -116,7 +116,8 @@ class Namespace:
 
     def catch_up(self) -> None:
         """Follow what the engine has answered by itself; comes before whatever happened later."""
-        self.files.take_released()
+        for handle in self.files.take_released():
+            self.directories.given_up(handle)
 
     async def look_up(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode behind a name, with one more kernel reference, or None.

@@ -173,6 +173,11 @@ class Directories:
         inode.handles -= 1
         self._inodes.release(inode)
 
+    def given_up(self, handle: int) -> None:
+        """Forget a handle that a server which died had made, and the kernel was never told of."""
+        if handle in self._handles:
+            self.release(handle)
+
     def close(self) -> None:
         """Release every handle: the kernel is gone."""
         for handle in list(self._handles):

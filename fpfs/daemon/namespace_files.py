@@ -216,10 +216,15 @@ class Files:
         if code:
             raise _io_error(code)
 
-    def take_released(self) -> None:
-        """Follow the releases that the engine has answered since the last call."""
+    def take_released(self) -> list[int]:
+        """Follow what the engine has released since the last call; returns handles of no files."""
+        others = []
         for handle, killed_by in self._engine.take_released():
-            self._released(handle, killed_by)
+            if handle in self._handles:
+                self._released(handle, killed_by)
+            else:
+                others.append(handle)
+        return others
 
     def release(self, handle: int, *, killed_by: int = 0) -> None:
         """Release a handle that the kernel will not release."""

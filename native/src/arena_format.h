@@ -116,16 +116,18 @@ constexpr int signal_of(uint32_t word) {
 }
 
 // A request that was taken from the kernel, at the index of half its unique modulo kRequestsMax.
-// `unique` is changed by one store at its receipt, and at its answer; the rest by the server that
-// takes over. There is no CRC: what stands here decides for nothing but that a request which was
-// under way at kDeathsMax deaths is answered with EIO.
+// `check` and `unique` are changed by one store each at its receipt, and `unique` before and after
+// its answer; the rest by the server that takes over. There is no CRC: the deaths decide for nothing
+// but that a request which was under way at kDeathsMax of them is answered with EIO.
 struct RequestRecord {
-  uint64_t unique;                 // as the kernel sent it first; 0: answered
+  uint64_t unique;                 // as the kernel sent it first, and the flags below; 0: answered
   uint64_t blamed;                 // the request, this one or an earlier one, that the rest is of
   uint64_t deaths_ms[kDeathsMax];  // CLOCK_BOOTTIME at the takeovers from servers that it ended
-  uint64_t zero;
+  uint64_t check;                  // complement of the last `unique`, without flags
 };
 static_assert(sizeof(RequestRecord) == 64);
+inline constexpr uint64_t kAnswering = uint64_t{1} << 61;  // perhaps answered already
+inline constexpr uint64_t kLeft = uint64_t{1} << 62;       // taken by a server that has died
 
 // The connection that is being served, 1,024 bytes behind the start of the arena.
 struct Connection {

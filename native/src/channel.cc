@@ -122,8 +122,10 @@ Result<int> Channel::start(uint32_t threads, std::optional<Resumed> resumed) {
     const MutexLock lock(relay_mutex_);
     kernel_init_ = resumed->init;
     resuming_ = true;
-    one_by_one_ = resumed->after_fault;
+    one_receives_ = true;
+    after_fault_ = resumed->after_fault;
     condemned_ = std::move(resumed->condemned);
+    expected_ = {resumed->unanswered.begin(), resumed->unanswered.end()};
   }
   receiving_ = std::vector<Receiving>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
@@ -179,7 +181,7 @@ void Channel::receive_loop(int thread) {
   if (!wait_resumed(thread == 0)) return;
   r->landing = landing_pool_.take([] {});
   size_t received = 0;
-  if (thread != 0 || receive_one_by_one(*r)) {
+  if (thread != 0 || receive_resent(*r)) {
     while (r->landing != nullptr && receive(*r, &received)) handle(*r, received);
   }
   latency_.give_back();
@@ -385,6 +387,7 @@ void Channel::reply(uint64_t unique, int error, const void* body, size_t body_by
   out.error = -error;
   out.unique = unique;
   const iovec parts[2] = {{&out, sizeof out}, {const_cast<void*>(body), body_bytes}};
+  engine_.arena().requests().answering(unique);
   // ENOENT: the request was interrupted and is gone. ENODEV: the connection is. Nobody waits then.
   if (writev(fuse_fd_, parts, body_bytes > 0 ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV) {
     engine_.log(40, "reply to the kernel: " + std::string(std::strerror(errno)));

@@ -29,6 +29,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "cpu_latency.h"
@@ -80,8 +81,9 @@ class Channel {
   // A connection that another process served.
   struct Resumed {
     fuse_init_in init{};
-    bool after_fault = false;         // that process died of what it did
-    std::vector<uint64_t> condemned;  // uniques of requests that are not to be tried again
+    bool after_fault = false;          // that process died of what it did
+    std::vector<uint64_t> unanswered;  // uniques of what it had taken, and not answered
+    std::vector<uint64_t> condemned;   // uniques of requests that are not to be tried again
   };
   // Starts the threads; the descriptor that pyfuse3 is to read. Of a connection that is resumed
   // pyfuse3 gets the INIT again, and the kernel is asked for what nobody has answered.
@@ -137,7 +139,8 @@ class Channel {
   void give_spare(Receiver& r);
   void handle(Receiver& r, size_t received);
   void dispatch(Receiver& r, size_t received);
-  bool receive_one_by_one(Receiver& r) EXCLUDES(relay_mutex_);
+  bool receive_resent(Receiver& r) EXCLUDES(relay_mutex_);
+  void end_given_up();
   void wait_answered(uint64_t unique, std::chrono::steady_clock::time_point until);
   bool refuse_condemned(const FuseRequest& request);
 
@@ -195,7 +198,9 @@ class Channel {
   Engine& engine_;
   const int fuse_fd_;
   const std::shared_ptr<KnownDirectories> directories_;
-  std::vector<uint64_t> condemned_;  // written before the threads start
+  bool after_fault_ = false;  // written, as the next, before the threads start
+  std::vector<uint64_t> condemned_;
+  std::unordered_set<uint64_t> expected_;  // of the first thread: what is to be sent again
   int socket_ = -1;
   int stop_fd_ = -1;   // readable from stop() on
   int relay_fd_ = -1;  // wakes the relay thread
@@ -217,8 +222,8 @@ class Channel {
   Mutex relay_mutex_;
   std::unordered_map<uint64_t, uint32_t> watched_ GUARDED_BY(relay_mutex_);
   fuse_init_in kernel_init_ GUARDED_BY(relay_mutex_){};
-  bool resuming_ GUARDED_BY(relay_mutex_) = false;    // until pyfuse3 has answered INIT
-  bool one_by_one_ GUARDED_BY(relay_mutex_) = false;  // the first thread alone receives
+  bool resuming_ GUARDED_BY(relay_mutex_) = false;      // until pyfuse3 has answered INIT
+  bool one_receives_ GUARDED_BY(relay_mutex_) = false;  // the first thread alone: what comes again
   CondVar resumed_ GUARDED_BY(relay_mutex_);
   std::deque<std::string> backlog_ GUARDED_BY(relay_mutex_);
 

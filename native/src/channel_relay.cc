@@ -172,10 +172,15 @@ bool Channel::resume() {
 }
 
 // Nothing is received from the kernel before that, and by other threads than the `first` not before
-// what comes one by one. False when the channel ends.
+// it has what comes again. They wait like those without a landing buffer: should the first have to
+// wait for one, too, replies are passed on. False when the channel ends.
 bool Channel::wait_resumed(bool first) {
-  const MutexLock lock(relay_mutex_);
-  while ((resuming_ || (one_by_one_ && !first)) && !stopping_) resumed_.wait(relay_mutex_);
+  if (!first) receivers_waiting_.fetch_add(1);
+  {
+    const MutexLock lock(relay_mutex_);
+    while ((resuming_ || (one_receives_ && !first)) && !stopping_) resumed_.wait(relay_mutex_);
+  }
+  if (!first) receivers_waiting_.fetch_sub(1);
   return !stopping_;
 }
 
@@ -231,6 +236,7 @@ bool Channel::relay_replies() {
     } else if (header.error == 0 && opcode == FUSE_CREATE) {
       patch_open_reply(buffer.data(), bytes, sizeof header + sizeof(fuse_entry_out));
     }
+    engine_.arena().requests().answering(header.unique);
     // ENOENT and ENODEV: nobody waits for this reply any more.
     if (::write(fuse_fd_, buffer.data(), bytes) < 0 && errno != ENOENT && errno != ENODEV) {
       engine_.log(40, "reply of pyfuse3 to the kernel: " + std::string(std::strerror(errno)));

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -310,14 +311,33 @@ std::shared_ptr<Handle> Engine::release_handle(uint64_t id) {
 bool Engine::release_and_tell(uint64_t id) {
   const std::shared_ptr<Handle> gone = release_handle(id);
   if (gone == nullptr) return false;
+  tell_released({id, gone->killed_by});
+  return true;
+}
+
+void Engine::tell_released(Released released) {
   const MutexLock lock(released_mutex_);
-  released_.push_back({id, gone->killed_by});
-  if (released_.size() > 1) return true;
+  released_.push_back(released);
+  if (released_.size() > 1) return;
   itimerspec soon{};
   soon.it_value.tv_nsec = kTellReleasedNs;
   // It cannot fail: the descriptor and the time are right.
   (void)timerfd_settime(released_late_.get(), 0, &soon, nullptr);
-  return true;
+}
+
+void Engine::release_given_up(uint64_t unique) {
+  for (const arena::HandleRecord& record : left_handles_) {
+    if ((record.request | wire::kNumberResent) !=
+        wire::request_number(unique | wire::kUniqueResent)) {
+      continue;
+    }
+    if (const std::shared_ptr<Handle> found = handle(record.handle); found != nullptr) {
+      found->killed_by = SIGKILL;
+      release_and_tell(record.handle);
+    } else if ((record.flags & O_DIRECTORY) != 0) {
+      tell_released({record.handle, 0});
+    }
+  }
 }
 
 std::vector<Engine::Released> Engine::take_released() {
@@ -611,7 +631,9 @@ Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directo
   if (!init.has_value()) return Status(ESTALE, "the staging arena knows of no connection");
   resumed.init = *init;
   resumed.after_fault = connection == Connection::LeftByFault;
-  resumed.condemned = arena_->requests().end(resumed.after_fault, boot_time_ms()).condemned;
+  Requests::Left left = arena_->requests().end(resumed.after_fault, boot_time_ms());
+  resumed.unanswered = std::move(left.unanswered);
+  resumed.condemned = std::move(left.condemned);
   return channel_->start(config_.channel_threads, std::move(resumed));
 }
 

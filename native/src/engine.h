@@ -196,6 +196,9 @@ class Engine : public Plane {
     uint64_t handle;
     int killed_by;  // the signal that ended its last writer, or 0
   };
+  // The kernel has given a request up, whose caller was killed, that a server which has died had
+  // taken: what that had opened for it is released.
+  void release_given_up(uint64_t unique) EXCLUDES(table_mutex_, released_mutex_);
   std::vector<Released> take_released() EXCLUDES(released_mutex_);  // in the order of releases
   std::shared_ptr<Handle> handle(uint64_t handle) EXCLUDES(table_mutex_);
   // Readers whose pages the kernel caches, and handles that may write.
@@ -307,6 +310,7 @@ class Engine : public Plane {
   Mutex event_mutex_;
   std::vector<Event> events_ GUARDED_BY(event_mutex_);
 
+  void tell_released(Released released) EXCLUDES(released_mutex_);
   Mutex released_mutex_;
   std::vector<Released> released_ GUARDED_BY(released_mutex_);
 

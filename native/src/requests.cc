@@ -10,8 +10,10 @@
 namespace fpfs {
 namespace {
 
-// The kernel marks what it sends again.
-uint64_t identity(uint64_t unique) { return unique & ~wire::kUniqueResent; }
+// The kernel marks what it sends again, and the record what has become of it.
+uint64_t identity(uint64_t unique) {
+  return unique & ~(wire::kUniqueResent | arena::kAnswering | arena::kLeft);
+}
 
 // Uniques grow by 2.
 uint64_t place(uint64_t unique) { return identity(unique) / 2 % arena::kRequestsMax; }
@@ -38,17 +40,30 @@ bool too_often(const arena::RequestRecord& record) {
 }  // namespace
 
 void Requests::taken(uint64_t unique) {
-  noted(records_[place(unique)]).store(identity(unique), std::memory_order_release);
+  arena::RequestRecord& record = records_[place(unique)];
+  std::atomic_ref<uint64_t>(record.check).store(~identity(unique), std::memory_order_relaxed);
+  noted(record).store(identity(unique), std::memory_order_release);
+}
+
+void Requests::answering(uint64_t unique) {
+  uint64_t expected = identity(unique);
+  if (expected == 0) return;  // a notification
+  noted(records_[place(unique)])
+      .compare_exchange_strong(expected, expected | arena::kAnswering, std::memory_order_release);
 }
 
 void Requests::answered(uint64_t unique) {
-  uint64_t expected = identity(unique);
-  if (expected == 0) return;  // a notification
-  noted(records_[place(unique)]).compare_exchange_strong(expected, 0, std::memory_order_release);
+  if (identity(unique) == 0) return;  // a notification
+  const auto record = noted(records_[place(unique)]);
+  uint64_t found = record.load(std::memory_order_relaxed);
+  while (identity(found) == identity(unique) &&
+         !record.compare_exchange_weak(found, 0, std::memory_order_release)) {
+  }
 }
 
 bool Requests::is_under_way(uint64_t unique) const {
-  return noted(records_[place(unique)]).load(std::memory_order_acquire) == identity(unique);
+  const uint64_t found = noted(records_[place(unique)]).load(std::memory_order_acquire);
+  return (found & ~arena::kAnswering) == identity(unique);
 }
 
 void Requests::start_over() { std::fill_n(records_, arena::kRequestsMax, arena::RequestRecord{}); }
@@ -56,9 +71,15 @@ void Requests::start_over() { std::fill_n(records_, arena::kRequestsMax, arena::
 Requests::Left Requests::end(bool by_fault, uint64_t now_ms) {
   Left left;
   for (arena::RequestRecord& record : std::span(records_, arena::kRequestsMax)) {
-    const uint64_t unique = noted(record).exchange(0);
-    if (unique != 0) ++left.under_way;
-    if (unique != 0 && by_fault) blame(record, unique, now_ms);
+    const uint64_t found = noted(record).load();
+    const uint64_t unique = identity(found);
+    const bool was_taken = unique != 0 && (found & arena::kLeft) == 0;
+    if (was_taken) ++left.under_way;
+    if (was_taken && by_fault) blame(record, unique, now_ms);
+    // A wrong bit is not to make a request of what was none.
+    const bool is_sure = unique != 0 && record.check == ~unique && (found & arena::kAnswering) == 0;
+    if (is_sure) left.unanswered.push_back(unique);
+    noted(record).store(is_sure ? unique | arena::kLeft : 0);
     // One that the last server did not come to is not forgotten: uniques are used once.
     if (too_often(record)) left.condemned.push_back(record.blamed);
   }

@@ -57,6 +57,43 @@ TEST_CASE("requests: of two in one place the later is known") {
   CHECK_FALSE(table.requests.is_under_way(later));
 }
 
+TEST_CASE("requests: what was not answered is known until it is") {
+  Table table;
+  for (const uint64_t unique : {8, 10, 12, 14}) table.requests.taken(unique);
+  table.requests.answered(10);
+  table.requests.answering(12);  // perhaps it was
+  CHECK(table.requests.is_under_way(12));
+  CHECK(table.requests.end(false, kNowMs).unanswered == std::vector<uint64_t>{8, 14});
+  // The next server took nothing: it is not to blame for anything, and knows what it is to expect.
+  CHECK_FALSE(table.requests.is_under_way(8));
+  for (uint64_t death = 1; death <= 10; ++death) {
+    const Requests::Left left = table.requests.end(true, kNowMs + death);
+    CHECK(left.unanswered == std::vector<uint64_t>{8, 14});
+    CHECK(left.under_way == 0);
+    CHECK(left.condemned.empty());
+  }
+  table.requests.taken(8 | wire::kUniqueResent);
+  CHECK(table.requests.is_under_way(8));
+  table.requests.answering(8 | wire::kUniqueResent);
+  table.requests.answered(8 | wire::kUniqueResent);
+  table.requests.answered(14);  // given up
+  CHECK(table.requests.end(true, kNowMs).unanswered.empty());
+}
+
+TEST_CASE("requests: a wrong bit makes no request of what is none") {
+  Table table;
+  table.requests.taken(8);
+  table.requests.answered(8);
+  for (size_t at = 0; at < arena::kRequestsMax; at += 7) {
+    for (int bit = 0; bit < 64; ++bit) {
+      table.records[at].unique ^= uint64_t{1} << bit;
+      CHECK(table.requests.end(false, kNowMs).unanswered.empty());
+      table.records[at].check ^= uint64_t{1} << bit;
+      CHECK(table.requests.end(false, kNowMs).unanswered.empty());
+    }
+  }
+}
+
 TEST_CASE("requests: five deaths within a minute condemn what was under way at each") {
   Table table;
   CHECK(table.die(4, {8, 10, 12}).condemned.empty());

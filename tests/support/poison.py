@@ -28,7 +28,7 @@ class Orders:
         """Let servers die of requests for ``user.NAME``: of a signal, or by ``exit``.
 
         With ``wait`` such requests wait, with ``block`` all that the name plane does.
-        ``at-NAME`` is a point that servers come to; ``once`` before a death lets one die of it.
+        ``at-NAME`` is a point that servers come to. ``once`` before a death lets one die of it.
         """
         made = self.folder / f".{name}"
         made.write_text(how)

@@ -15,9 +15,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[..., Awaitable[object]]
 
 
 def die(how: str) -> NoReturn:
@@ -53,6 +58,8 @@ async def meet(name: bytes) -> None:
     """Do what is to become of a request."""
     order = order_about(name)
     how = read(order)
+    if how.startswith("once "):
+        order.unlink()
     if how:
         order.with_name(f"{order.name}.met").touch()
     if how == "wait":
@@ -60,7 +67,7 @@ async def meet(name: bytes) -> None:
     elif how == "block":
         wait_until_taken_back(order)  # nothing else is answered meanwhile
     elif how:
-        die(how)
+        die(how.removeprefix("once "))
 
 
 def come_to(point: str) -> None:
@@ -117,6 +124,21 @@ def poison() -> None:
         return await getxattr(self, inode, name, ctx)
 
     Operations.getxattr = poisoned
+    for name in ("open", "create", "opendir", "mkdir", "unlink", "rename"):
+        setattr(
+            Operations, name, before_the_answer(getattr(Operations, name), point=f"{name}-done")
+        )
+
+
+def before_the_answer(operation: Handler, *, point: str) -> Handler:
+    """An operation that comes to a point when it has been carried out, and is not answered."""
+
+    async def pointed(*arguments: object, **named: object) -> object:
+        result = await operation(*arguments, **named)
+        come_to(point)
+        return result
+
+    return pointed
 
 
 if "fpfs.daemon.process" in sys.orig_argv:
