@@ -110,7 +110,7 @@ class Files:
             if was_put_aside and flags & os.O_APPEND:
                 # The kernel appends at the end that it knows, and learns the size with the name.
                 raise StaleInode(f"inode {inode.ino} has another size than it had")
-            if writable:
+            if writable or flags & os.O_TRUNC:
                 # What was closed is a version: nothing of this writer may get into it.
                 await self._commit.wait_drain_begun(inode)
             if inode.stale:
@@ -171,6 +171,7 @@ class Files:
             await self._inodes.load(inode)
             if inode.writers == 0:
                 await self._commit.wait_put_aside(inode)
+                await self._commit.wait_drain_begun(inode)  # as who opens it to write
             if inode.stale:
                 raise StaleInode(f"inode {inode.ino} is not behind the name any more")
             await self._truncate_locked(inode, size)

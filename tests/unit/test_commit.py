@@ -138,6 +138,27 @@ async def test_versions_become_current_in_the_order_of_closes(tmp_path: Path) ->
 
 
 @trio.testing.trio_test
+@pytest.mark.parametrize("how", ["truncate", "open"])
+async def test_a_truncation_overtakes_nothing_that_was_closed_before(
+    tmp_path: Path, how: str
+) -> None:
+    """It is a version of its own, and no part of the one that was closed and is on its way."""
+    async with rig(tmp_path) as mount:
+        await mount.write_file("first", bytes(LARGE))
+        await mount.write_file("second", bytes(LARGE))
+        first, second = await mount.resolve("first"), await mount.resolve("second")
+        if how == "truncate":
+            await mount.namespace.files.truncate(first, 10)
+        else:
+            handle = await mount.open("first", flags=os.O_RDONLY | os.O_TRUNC)
+            mount.namespace.files.release(handle)
+        await mount.commit.flush_all()
+        order = [call[1] for call in mount.engine.calls if call[0] == "committed"]
+        assert order == [first.ino, second.ino, first.ino]
+        assert await committed_size(mount, "first") == (10 if how == "truncate" else 0)
+
+
+@trio.testing.trio_test
 async def test_fsync_makes_everything_closed_before_durable(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         await mount.write_file("first", bytes(LARGE))
