@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -27,7 +28,7 @@ from fpfs.daemon.catalog_contents import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
@@ -45,11 +46,24 @@ REMOVALS_MAX = 1024
 """Ranges given back between two transactions."""
 
 
+PAUSE_S = 1.0
+PAUSE_S_MAX = 300.0
+"""A device that refuses again is left alone for so long: at first, and after many times."""
+
+
 class _GivenBack(NamedTuple):
-    """Numbers of the rows that are dealt with, and how many wait for their device."""
+    """Numbers of the rows that are dealt with, how many wait for their device, and who refused."""
 
     gone: list[int]
-    waiting: int
+    waiting: int = 0
+    refused: Mapping[int, OSError] = MappingProxyType({})
+
+
+class _Refusal(NamedTuple):
+    """A device that does not take space back: when it is asked again, and how long after that."""
+
+    again_s: float
+    pause_s: float
 
 
 class Reclaim:
@@ -69,6 +83,7 @@ class Reclaim:
         self._removal_done = 0
         self._removal_passed = 0
         """What is recorded up to here is all of devices that are missing."""
+        self._refusals: dict[int, _Refusal] = {}
         self._removals_event = trio.Event()
         self._progress = trio.lowlevel.ParkingLot()
 
@@ -178,20 +193,40 @@ class Reclaim:
             )
             if not after:
                 return
-            given_back = await self._give_back(rows)
+            given_back = await self._give_back([row for row in rows if self._is_asked(row.device)])
             waits = waits and len(given_back.gone) + given_back.waiting == len(rows)
+            self._note_refusals({row.device for row in rows}, given_back.refused)
             gone += given_back.gone
             if gone:
                 await self._catalog.write_many(partial(forget_removals, removals=gone))
             if waits:
                 self._removal_passed = after
 
+    def _is_asked(self, device: int) -> bool:
+        refusal = self._refusals.get(device)
+        return refusal is None or trio.current_time() >= refusal.again_s
+
+    def _note_refusals(self, asked: set[int], refused: Mapping[int, OSError]) -> None:
+        """Ask a device that refused at the next removal again, and then less and less often."""
+        for device in filter(self._is_asked, asked):
+            if device not in refused:
+                self._refusals.pop(device, None)
+                continue
+            last = self._refusals.get(device)
+            if last is None:
+                error = refused[device]
+                log.error("space on device %d cannot be given back yet: %s", device, error)
+            pause_s = 0.0 if last is None else min(max(2 * last.pause_s, PAUSE_S), PAUSE_S_MAX)
+            self._refusals[device] = _Refusal(trio.current_time() + pause_s, pause_s)
+
     async def _give_back(self, rows: Sequence[Removal]) -> _GivenBack:
         """Give back what rows name, in smaller groups if it fails together.
 
-        What fails, on a device that refuses, stays recorded: the next removal tries it again. What
-        is on a device that is missing waits for the mount that has it.
+        What fails, on a device that refuses, stays recorded and is tried again. What is on a device
+        that is missing waits for the mount that has it.
         """
+        if not rows:
+            return _GivenBack([])
         try:
             await self._give_back_together(rows)
         except OSError as error:
@@ -199,16 +234,18 @@ class Reclaim:
             if len(devices) > 1:
                 parts = [[row for row in rows if row.device == device] for device in devices]
             elif error.errno == errno.ENODEV:
-                return _GivenBack([], len(rows))
+                return _GivenBack([], waiting=len(rows))
             elif len(rows) > 1:
                 parts = [[row] for row in rows]
             else:
-                log.error("space on device %d cannot be given back: %s", rows[0].device, error)
-                parts = []
+                return _GivenBack([], refused={devices[0]: error})
             done = [await self._give_back(part) for part in parts]
-            gone = [number for each in done for number in each.gone]
-            return _GivenBack(gone, sum(each.waiting for each in done))
-        return _GivenBack([row.id for row in rows], 0)
+            return _GivenBack(
+                [number for each in done for number in each.gone],
+                sum(each.waiting for each in done),
+                dict(item for each in done for item in each.refused.items()),
+            )
+        return _GivenBack([row.id for row in rows])
 
     async def _give_back_together(self, rows: Sequence[Removal]) -> None:
         ranges = [Range(row.device, row.object, row.block, row.count) for row in rows if row.count]
