@@ -93,6 +93,8 @@ class Channel {
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
   // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
   void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
+  // Drops its attributes alone, before it returns: nobody can keep the kernel from that.
+  void invalidate_attributes(uint64_t ino);
   // Tells `then`, in that thread, whether the kernel refers to an inode: true where it cannot say.
   void find_out(uint64_t ino, std::function<void(bool known)> then) EXCLUDES(notify_mutex_);
   // Drops what the kernel knows of a name, present or absent.

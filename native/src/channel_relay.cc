@@ -278,6 +278,14 @@ void Channel::invalidate(uint64_t ino, std::function<void()> then) {
   notify_wanted_.notify_one();
 }
 
+void Channel::invalidate_attributes(uint64_t ino) {
+  fuse_notify_inval_inode_out body{};
+  body.ino = ino;
+  body.off = -1;
+  body.len = -1;
+  (void)notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});  // which tells of errors
+}
+
 void Channel::find_out(uint64_t ino, std::function<void(bool known)> then) {
   const MutexLock lock(notify_mutex_);
   notifications_.push_back(

@@ -232,7 +232,10 @@ Status Engine::revert(uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t cti
 }
 
 void Engine::invalidate(uint64_t ino) {
-  if (channel_ != nullptr) channel_->invalidate(ino, [] {});
+  if (channel_ == nullptr) return;
+  // At once: who opens the file next is not to read as much as another size says.
+  channel_->invalidate_attributes(ino);
+  channel_->invalidate(ino, [] {});
 }
 
 uint64_t Engine::find_out_known(uint64_t ino) {
