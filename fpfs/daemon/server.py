@@ -22,7 +22,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyfuse3
 import trio
@@ -366,8 +366,10 @@ class Server:
         if not self._closed:
             self._closed = True
             self._namespace.close()
+            devices: Any = self._engine.statistics()["devices"]
+            has_failed = any(each["failed"] or each["errors"] for each in devices.values())
             await trio.to_thread.run_sync(self._engine.close)
-            if self._devices.missing or self._commit.statistics().failures:
+            if self._devices.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
             await self._settle_groups()
