@@ -117,8 +117,8 @@ constexpr int signal_of(uint32_t word) {
 
 // A request that was taken from the kernel, at the index of half its unique modulo kRequestsMax.
 // `check` and `unique` are changed by one store each at its receipt, and `unique` before and after
-// its answer; the rest by the server that takes over. There is no CRC: the deaths decide for nothing
-// but that a request which was under way at kDeathsMax of them is answered with EIO.
+// its answer; the rest by the server that takes over. There is no CRC: the deaths decide for
+// nothing but that a request which was under way at kDeathsMax of them is answered with EIO.
 struct RequestRecord {
   uint64_t unique;                 // as the kernel sent it first, and the flags below; 0: answered
   uint64_t blamed;                 // the request, this one or an earlier one, that the rest is of

@@ -1,5 +1,6 @@
 #include "device_directory.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -40,6 +41,8 @@ int open_at(int directory, const char* name, int flags, mode_t mode = 0) {
   }
 }
 
+bool is_full(int error) { return error == ENOSPC || error == EDQUOT; }
+
 int sync_directory(int fd) {
   while (::fsync(fd) != 0) {
     if (errno != EINTR) return -errno;
@@ -52,27 +55,51 @@ int sync_directory(int fd) {
 Status ObjectDirectory::open(const std::string& path) {
   root_.reset(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
   if (!root_) return Status::from_errno(path);
-  return probe_direct();
+  return probe_direct(path);
 }
 
-Status ObjectDirectory::probe_direct() {
+Status ObjectDirectory::probe_direct(const std::string& path) {
   direct_ = false;
   // What a process that died left, or somebody put there.
   if (::unlinkat(root_.get(), kProbeName, 0) != 0 && errno != ENOENT) {
-    return Status(errno, "cannot remove files in the objects directory");
+    return Status(errno, path + ": no file can be removed there");
   }
   const int created = open_at(root_.get(), kProbeName, O_RDWR | O_CREAT | O_EXCL, 0600);
-  if (created < 0) return Status(-created, "cannot create files in the objects directory");
+  if (is_full(-created)) {
+    direct_ = has_direct_object();
+    return {};
+  }
+  if (created < 0) return Status(-created, path + ": no file can be created there");
   const FileDescriptor plain(created);
   const FileDescriptor direct(open_at(root_.get(), kProbeName, O_RDWR | O_DIRECT));
   if (direct) {
     const std::unique_ptr<void, decltype(&std::free)> block(
         std::aligned_alloc(kIoAlignment, kIoAlignment), &std::free);
     std::memset(block.get(), 0, kIoAlignment);
-    direct_ = ::pwrite(direct.get(), block.get(), kIoAlignment, 0) == ssize_t{kIoAlignment};
+    const ssize_t n = ::pwrite(direct.get(), block.get(), kIoAlignment, 0);
+    direct_ = n == ssize_t{kIoAlignment} || (n < 0 && is_full(errno));
   }
   if (::unlinkat(root_.get(), kProbeName, 0) != 0) return Status::from_errno(kProbeName);
   return {};
+}
+
+// Without room for another file those that are there tell. A device without objects and without
+// room for one is not going to be written to before it has some.
+bool ObjectDirectory::has_direct_object() const {
+  for (uint64_t id = 0; id < kFolders; ++id) {
+    FileDescriptor folder = open_folder(id);
+    if (!folder) continue;
+    const auto close = [](DIR* opened) { ::closedir(opened); };
+    const std::unique_ptr<DIR, decltype(close)> entries(::fdopendir(folder.get()), close);
+    if (entries == nullptr) continue;
+    (void)folder.release();  // it is the stream's
+    while (const dirent* entry = ::readdir(entries.get())) {
+      if (entry->d_type != DT_REG) continue;
+      const int flags = O_RDONLY | O_DIRECT | O_NONBLOCK;
+      return FileDescriptor(open_at(::dirfd(entries.get()), entry->d_name, flags)).get() >= 0;
+    }
+  }
+  return false;
 }
 
 FileDescriptor ObjectDirectory::open_folder(uint64_t id) const {

@@ -24,7 +24,8 @@ enum class OpenMode { ReadWrite, ReadOnly };
 
 class ObjectDirectory {
  public:
-  // Opens the directory and finds out, with one aligned write, whether O_DIRECT works there.
+  // Opens the directory and finds out, with one aligned write, whether O_DIRECT works there. One
+  // without room for that is opened all the same.
   Status open(const std::string& path);
 
   bool direct() const { return direct_; }
@@ -41,7 +42,8 @@ class ObjectDirectory {
   int64_t bytes_free() const;
 
  private:
-  Status probe_direct();
+  Status probe_direct(const std::string& path);
+  bool has_direct_object() const;
   int make_folder(uint64_t id);
   FileDescriptor open_folder(uint64_t id) const;
 

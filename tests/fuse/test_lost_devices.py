@@ -305,3 +305,51 @@ def test_a_device_that_turns_read_only(tmp_path: Path) -> None:
         devices.repair(1)
         mount.mount()
         assert_same((mount.root / "old").read_bytes(), OLD)
+
+
+@needs_devices
+def test_what_is_left_on_a_device_that_failed_is_collected_when_it_is_back(tmp_path: Path) -> None:
+    with faulty_mount(tmp_path, filesystem=Filesystem.EXT4) as (mount, devices):
+        mount.allow_log(f"{CATALOG}|{UNREADABLE}|{UNCOLLECTED}|{NOT_KEPT}")
+        mount.allow_log(r"dev\d: (unused objects|removed objects)|trimming an object|given back")
+        mount.expect_log(AVOIDED)
+        path = mount.root / "step.pt"
+        for _ in range(5):
+            write(path, OLD)
+        devices.make_read_only(1)
+        for _ in range(5):
+            write(path, NEW)
+        mount.unmount()
+        devices.repair(1)
+        mount.mount()
+        wait_collected(mount)
+        assert mount.status().recovery.objects_removed
+        assert_same(path.read_bytes(), NEW)
+        mount.unmount()
+        assert not unknown_objects(mount)
+
+
+@needs_devices
+def test_a_server_that_takes_over_although_a_device_has_no_room_for_a_file(tmp_path: Path) -> None:
+    """Nor does a mount need any: what takes space could not be removed otherwise."""
+    with faulty_mount(tmp_path, filesystem=Filesystem.XFS) as (mount, devices):
+        mount.expect_log(DIED)
+        mount.allow_log(f"{CATALOG}|{NOT_KEPT}|{UNCOLLECTED}|given back")
+        write(mount.root / "old", OLD)
+        devices.fill(1, leave_bytes=0)
+        made = 0
+        with contextlib.suppress(OSError):
+            while True:  # XFS makes many at a time
+                (devices.mountpoints[1] / f"{made}").touch()
+                made += 1
+        with pytest.raises(OSError, match="No space left"):
+            (devices.mountpoints[1] / "one more").touch()
+        mount.kill(mount.server_pid)
+        assert_same((mount.root / "old").read_bytes(), OLD)
+        write(mount.root / "new", NEW)
+        mount.note_processes()
+        mount.remount()
+        assert_same((mount.root / "old").read_bytes(), OLD)
+        assert_same((mount.root / "new").read_bytes(), NEW)
+        assert [device.direct for device in mount.status().devices] == [True, True]
+        devices.empty(1)
