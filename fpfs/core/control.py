@@ -20,7 +20,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -354,19 +354,16 @@ def socket_path(device: str, *, folder: str, pid: int) -> str:
     """The socket of the mount ``major:minor`` with the keeper `pid` in a runtime folder.
 
     The kernel gives a device number to the next mount while the server of the last one still
-    drains, so the number alone would not do.
+    drains, so the number alone would not do. A socket is as old as its mount, whichever server made
+    it: the newest one of a number is that of the mount which has it now.
     """
     return os.path.join(folder, f"{device.replace(':', '-')}.{pid}.sock")
 
 
-def socket_paths(device: str, *, folder: str) -> list[str]:
-    """Sockets of all servers that serve or served ``major:minor``, the newest one first."""
-    paths = glob.glob(os.path.join(glob.escape(folder), f"{device.replace(':', '-')}.*.sock"))
-    born: dict[str, int] = {}
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            born[path] = os.stat(path).st_mtime_ns
-    return sorted(born, key=born.__getitem__, reverse=True)
+def keeper_runs(path: str) -> bool:
+    """Whether the keeper of the mount with this socket lives, so that there is a server, or will
+    be one."""
+    return _runs(path.rsplit(".", 2)[1])
 
 
 def outcome_path(path: str) -> str:
@@ -406,39 +403,27 @@ def _bound_paths(device: str) -> list[str]:
     return sorted({match[1] for match in found if match})
 
 
-def _paths_of(entry: MountEntry) -> list[str]:
-    """Where the server of a mount may listen, the likeliest first."""
-    folders = runtime_folders(entry.owner_uid)
-    paths = [path for folder in folders for path in socket_paths(entry.device, folder=folder)]
-    return [*paths, *(path for path in _bound_paths(entry.device) if path not in paths)]
+def _find_socket(entry: MountEntry) -> str | None:
+    """Where the server of a mount listens, and the one after it will; None where it is not known.
 
-
-def _are_kept(paths: Sequence[str]) -> bool:
-    """Whether the keeper of one of these sockets lives, so that there will be a server again."""
-    return any(_runs(path.rsplit(".", 2)[1]) for path in paths)
-
-
-def is_served(entry: MountEntry) -> bool:
-    """Whether a server of a mount may live, or its keeper does, so that there will be one.
-
-    Whoever asks and is the keeper itself knows that it has no server, and does not count.
+    Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
     """
-    own = f".{os.getpid()}.sock"
-    paths = [path for path in _paths_of(entry) if not path.endswith(own)]
-    return _are_kept(paths) or any(_may_listen(path) for path in paths)
-
-
-def _may_listen(path: str) -> bool:
-    """Whether somebody listens on a socket, or that cannot be told."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
+    name = f"{entry.device.replace(':', '-')}.*.sock"
+    paths = set(_bound_paths(entry.device))
+    for folder in runtime_folders(entry.owner_uid):
+        paths.update(glob.glob(os.path.join(glob.escape(folder), name)))
+    born_ns: dict[str, int] = {}
+    for path in paths:
         try:
-            probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except OSError:
-            return True
-    return True
+            found = os.stat(path)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            born_ns[path] = 0  # who connects is told so
+            continue
+        if found.st_uid in (0, entry.owner_uid):
+            born_ns[path] = found.st_mtime_ns
+    return max(born_ns, key=born_ns.__getitem__, default=None)
 
 
 def _runs(pid: str) -> bool:
@@ -520,10 +505,12 @@ class ControlClient:
     def _connect(self, entry: MountEntry, *, deadline_s: float) -> socket.socket:
         """Connect; waits for a server that is being replaced."""
         while True:
-            connection = self._try_connect(entry)
-            if connection is not None:
+            path = self._path or _find_socket(entry)
+            connection = path and self._try_connect(entry, path)
+            if connection:
+                self._path = path
                 return connection
-            if time.monotonic() > deadline_s or not _are_kept(self._paths(entry)):
+            if time.monotonic() > deadline_s or not (path and keeper_runs(path)):
                 raise Refused(
                     asked=self._asked,
                     wrong=f"no server of user {entry.owner_uid} answers for {self._mountpoint}",
@@ -531,31 +518,24 @@ class ControlClient:
                 )
             time.sleep(CONNECT_AGAIN_S)
 
-    def _paths(self, entry: MountEntry) -> Sequence[str]:
-        return _paths_of(entry) if self._path is None else [self._path]
-
-    def _try_connect(self, entry: MountEntry) -> socket.socket | None:
-        is_denied = False
-        for path in self._paths(entry):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                connection.connect(path)
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
-                connection.close()
-                is_denied = is_denied or isinstance(error, PermissionError)
-                continue
-            # Anybody can make a folder in /tmp: only the mount's owner, or root, is believed.
-            if peer(connection).uid in (0, entry.owner_uid):
-                self._path = path
-                return connection
+    def _try_connect(self, entry: MountEntry, path: str) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
-        if is_denied:
+            return None
+        except PermissionError:
+            connection.close()
             raise Refused(
                 asked=self._asked,
                 wrong=f"{self._mountpoint} was mounted by user {entry.owner} and not for others",
                 remedy=f"ask as {'' if entry.owner_uid == 0 else f'{entry.owner} or '}root",
-            )
-        return None
+            ) from None
+        if peer(connection).uid not in (0, entry.owner_uid):
+            connection.close()
+            return None
+        return connection
 
     def ask(
         self,
@@ -620,7 +600,7 @@ class ControlClient:
     @property
     def is_kept(self) -> bool:
         """Whether the mount's keeper runs, so that there is a server, or will be one."""
-        return self._path is not None and _are_kept([self._path])
+        return self._path is not None and keeper_runs(self._path)
 
     def _ask_next(self, deadline_s: float) -> bool:
         """Ask the next server again; False where there is none, or it must not be."""

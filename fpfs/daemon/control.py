@@ -3,6 +3,8 @@
 Invariants:
   * Only root, the server's user and, on a mount that is open to others, others are answered; what
     `OWNERS_VERBS` has only for the first two.
+  * The socket is as old as the mount, whichever server made it: of those with one device number the
+    newest belongs to the mount that has the number now.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
   * What the end came to is in a file before the keeper is told that no other server is needed: who
@@ -92,9 +94,15 @@ class Controlled(Protocol):
 class ControlServer:
     """Listens on the socket of one mount."""
 
-    def __init__(self, *, path: str, controlled: Controlled, open_to_others: bool) -> None:
-        """Bind the socket; a stale one of an earlier mount at `path` is replaced."""
+    def __init__(
+        self, *, path: str, controlled: Controlled, open_to_others: bool, takes_over: bool
+    ) -> None:
+        """Listen at `path` in `serve`, where `takes_over` says whether another server did before.
+
+        What an earlier mount left there is replaced.
+        """
         self._path = path
+        self._takes_over = takes_over
         self._controlled = controlled
         self._open_to_others = open_to_others
         self._requests: set[trio.CancelScope] = set()
@@ -118,6 +126,10 @@ class ControlServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(outcome_path(self._path))  # of a mount that had the same numbers
         self._socket.listen(64)
+        if self._takes_over:
+            with contextlib.suppress(FileNotFoundError):  # it died before it came so far
+                born_ns = os.stat(self._path).st_mtime_ns
+                os.utime(made, ns=(born_ns, born_ns))
         os.rename(made, self._path)
         try:
             async with trio.open_nursery() as nursery:

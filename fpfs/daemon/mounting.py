@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fpfs.core.control import is_served
 from fpfs.core.mounts import MountEntry, is_below, mount_at, mount_table
 from fpfs.core.refusal import Refused, refuse_empty
 
@@ -38,7 +37,7 @@ _PROBE = """if True:
     except OSError as error:
         sys.exit(error.errno)
 """
-_PROBE_S = 10
+_PROBE_S = 5
 """How long a mount may take to answer until it counts as one that hangs, and so lives."""
 
 
@@ -162,12 +161,12 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 
 
 def is_dead(entry: MountEntry) -> bool:
-    """Whether a mount is one of fpfs that nobody serves, or ever can.
+    """Whether a mount is one of fpfs that nobody serves, or ever can: its connection has ended.
 
     Where that is not certain, the answer is False: a mount that hangs may come to itself, and one
     of another user may not be looked at.
     """
-    if not entry.is_fpfs or is_served(entry):
+    if not entry.is_fpfs:
         return False
     # In a process of its own, which can be killed: what is asked of a mount may take forever.
     command = [sys.executable, "-I", "-S", "-c", _PROBE, entry.mountpoint]

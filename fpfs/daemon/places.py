@@ -13,7 +13,8 @@ import stat
 import time
 from pathlib import Path
 
-from fpfs.core.control import runtime_folders
+from fpfs.core.control import keeper_runs, runtime_folders
+from fpfs.core.mounts import mount_table
 from fpfs.core.refusal import Refused
 
 ARENA_FOLDER = "/dev/shm"
@@ -77,10 +78,13 @@ def make_runtime_folder(*, asked: str) -> str:
 
 
 def remove_what_ended(folder: str) -> None:
-    """Remove control sockets that nobody listens on, and what the ends of mounts came to.
+    """Remove control sockets of mounts that are gone, and what the ends of mounts came to.
 
-    Servers that were killed left the former; of the latter everybody knows by now who waited.
+    Servers that were killed left the former; of the latter everybody knows by now who waited. A
+    mount that is there keeps its socket although nobody listens: it is not one of the mounts that
+    had its number before.
     """
+    numbers = {entry.device.replace(":", "-") for entry in mount_table()}
     for path in Path(folder).glob("*.ended"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime >= SETTLED_S:
@@ -88,6 +92,8 @@ def remove_what_ended(folder: str) -> None:
     for path in Path(folder).glob("*.sock"):
         with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - path.stat().st_mtime < SETTLED_S:
+                continue
+            if path.name.partition(".")[0] in numbers or keeper_runs(str(path)):
                 continue
             probe.setblocking(False)
             try:

@@ -173,6 +173,7 @@ class Server:
             path=socket_path(device, folder=self._config.runtime_folder, pid=self._link.keeper_pid),
             controlled=self._controlled,
             open_to_others=allows_others(self._config.options),
+            takes_over=self._inherited is not None,
         )
         async with trio.open_nursery() as nursery:
             try:

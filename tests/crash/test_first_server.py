@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.core.control import runtime_folders, socket_path
 from fpfs.core.mounts import mount_at
 from fpfs.daemon.mounting import is_dead
-from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted, run_fpfs
+from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted, run_fpfs
 from tests.crash.kill import child_of
 from tests.support.poison import HOOK, Orders
 from tests.support.refusals import refusal
@@ -199,6 +201,43 @@ def test_a_dead_mount_is_taken_away_by_the_next_one() -> None:
         mount.remount()  # nothing is left below
         mount.unmount()
         assert mount.entry() is None
+        mount.mount()
+
+
+@contextlib.contextmanager
+def as_of_its_number(former: Mount, mount: Mount) -> Iterator[None]:
+    """Let the server of one mount listen also where those of a mount's number do.
+
+    The kernel gives the number of a mount to the next one while a server still ends the first.
+    """
+    theirs, ours = former.entry(), mount.entry()
+    assert theirs is not None
+    assert ours is not None
+    (folder, *_) = [path for path in runtime_folders(os.geteuid()) if os.path.isdir(path)]
+    link = Path(socket_path(ours.device, folder=folder, pid=former.keeper_pid))
+    link.symlink_to(socket_path(theirs.device, folder=folder, pid=former.keeper_pid))
+    try:
+        yield
+    finally:
+        link.unlink()
+
+
+def test_a_mount_is_known_from_one_that_had_its_number() -> None:
+    with mounted() as former, mounted() as mount, as_of_its_number(former, mount):
+        former.expect_log(r"fpfs.keeper: server \d+ died \(signal 9\)")
+        assert mount.status().server_pid == mount.server_pid
+        former.kill(former.server_pid)
+        former.note_processes()
+        assert mount.status().server_pid == mount.server_pid
+        entry = mount.entry()
+        assert entry is not None
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        assert is_dead(entry)
+        done = run_fpfs("umount", mount.root)
+        assert (done.returncode, "its server was gone" in done.stderr) == (1, True), done.stderr
+        assert mount.entry() is None
+        assert former.entry() is not None
+        mount.forget()
         mount.mount()
 
 

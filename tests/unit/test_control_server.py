@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 from collections.abc import AsyncIterator
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+import pytest
 import trio
 import trio.testing
 
@@ -26,7 +28,6 @@ from fpfs.core.control import (
     ScrubStep,
     Status,
     Verb,
-    is_served,
     outcome_path,
 )
 from fpfs.core.errors import InvalidOperation
@@ -77,9 +78,13 @@ class Ending:
 
 
 @contextlib.asynccontextmanager
-async def serving(path: Path, server: Ending) -> AsyncIterator[ControlServer]:
+async def serving(
+    path: Path, server: Ending, *, takes_over: bool = False
+) -> AsyncIterator[ControlServer]:
     """A control server of a server that is about to end."""
-    control = ControlServer(path=str(path), controlled=server, open_to_others=False)
+    control = ControlServer(
+        path=str(path), controlled=server, open_to_others=False, takes_over=takes_over
+    )
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             await nursery.start(control.serve)
@@ -177,13 +182,44 @@ async def test_what_a_server_left_that_ended_before_it_answered_is_the_answer(
     }
 
 
+def leave_socket(path: Path) -> None:
+    """Leave what a server leaves that is killed."""
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+
+
 @trio.testing.trio_test
-async def test_who_listens_serves_also_without_a_keeper(tmp_path: Path) -> None:
-    path = tmp_path / f"0-999999.{pid_of_nobody()}.sock"
-    entry = MountEntry(1, "0:999999", "/gone", "fuse.fpfs", "fpfs-gone", os.geteuid())
-    async with serving(path, Ending()):
-        assert is_served(entry)
-    assert not is_served(entry)
+async def test_of_mounts_with_one_number_the_youngest_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of the older one that was killed while it ended has made no younger one of it."""
+    monkeypatch.setattr("fpfs.core.control.runtime_folders", lambda _uid: [str(tmp_path)])
+    entry = MountEntry(1, "0:999999", "/there", "fuse.fpfs", "fpfs-there", os.geteuid())
+    older, younger = (tmp_path / f"0-999999.{pid}.sock" for pid in (os.getpid(), pid_of_nobody()))
+    leave_socket(older)
+    before_s = older.stat().st_mtime - 1
+    os.utime(older, (before_s, before_s))
+    there, gone = Ending(), Ending()
+    async with serving(younger, there), serving(older, gone, takes_over=True):
+        with await trio.to_thread.run_sync(partial(ControlClient, entry, asked="test")) as client:
+            client.send(Verb.WAIT, ino=17)
+            while not there.waiting + gone.waiting:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            assert (there.waiting, gone.waiting) == (1, 0)
+
+
+@trio.testing.trio_test
+async def test_none_is_asked_that_had_the_number_of_a_mount_whose_processes_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fpfs.core.control.runtime_folders", lambda _uid: [str(tmp_path)])
+    entry = MountEntry(1, "0:999999", "/there", "fuse.fpfs", "fpfs-there", os.geteuid())
+    async with serving(tmp_path / f"0-999999.{os.getpid()}.sock", Ending()):
+        leave_socket(killed := tmp_path / f"0-999999.{pid_of_nobody()}.sock")
+        after_s = killed.stat().st_mtime + 1
+        os.utime(killed, (after_s, after_s))
+        with pytest.raises(Refused, match="no server of user"):
+            await trio.to_thread.run_sync(partial(ControlClient, entry, asked="test"))
 
 
 @trio.testing.trio_test

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from fpfs.core.mounts import mount_containing
 from fpfs.core.refusal import Refused
 from fpfs.daemon.places import (
     SETTLED_S,
@@ -39,6 +41,18 @@ def test_only_sockets_that_nobody_listens_on_are_removed(tmp_path: Path) -> None
     assert found == ["living.sock", "other", "starting.sock"]
     living.close()
     starting.close()
+
+
+def test_sockets_of_what_is_there_or_comes_back_stay(tmp_path: Path) -> None:
+    """No server listens while one is replaced, or when all were killed and the mount was left."""
+    number = mount_containing(str(tmp_path)).device.replace(":", "-")
+    with subprocess.Popen(["true"]) as nobody:
+        nobody.wait()
+    names = f"{number}.{nobody.pid}", f"0-999999.{os.getpid()}", f"0-999999.{nobody.pid}"
+    for name in names:
+        bound(tmp_path / f"{name}.sock", listening=True, age_s=2 * SETTLED_S).close()
+    remove_what_ended(str(tmp_path))
+    assert {path.name.removesuffix(".sock") for path in tmp_path.iterdir()} == set(names[:2])
 
 
 def test_what_ends_came_to_is_removed_when_everybody_knows(tmp_path: Path) -> None:
