@@ -63,7 +63,7 @@ def _end_hang(name: str, terminal_fd: int) -> None:
             terminal.write(f"server of {mount.root}:\n{mount.stacks()}\n")
             entry = mount.entry()
             if entry is not None:
-                abort_connection(entry.device)
+                abort_connection(entry)
             mount.tear_down()
             mount.remove_arena()
         terminal.flush()

@@ -6,6 +6,7 @@ Concurrency: trio thread only. What ends the mount by a signal is a task that `e
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.keeper import KeeperLink
+    from fpfs.daemon.mounting import ConnectionControl
 
 EXIT_GAVE_UP = 3
 """Exit status after a second SIGINT."""
@@ -39,6 +41,7 @@ class Ending:
         self,
         *,
         device: str,
+        control: ConnectionControl,
         mountpoint: str,
         link: KeeperLink,
         engine: Engine,
@@ -48,9 +51,11 @@ class Ending:
     ) -> None:
         """`device` is the mount's ``major:minor``; `flush` makes durable what can be.
 
+        `control` ends its connection; the caller closes it.
         `connection_ended` is set when nothing more will come from the kernel.
         """
         self._device = device
+        self._control = control
         self._mountpoint = mountpoint
         self._link = link
         self._engine = engine
@@ -113,10 +118,11 @@ class Ending:
         try:
             await trio.to_thread.run_sync(mounting.unmount, self._mountpoint)
         except Refused:
-            await trio.to_thread.run_sync(self._detach)
+            detach = functools.partial(mounting.unmount, self._mountpoint, lazy=True)
+            await trio.to_thread.run_sync(detach)
             _log.warning("files were open at the end: programs that use them get errors from now")
             await self._flush()
-            if not mounting.abort_connection(self._device):
+            if not self._control.abort():
                 self._connection_ended.set()
 
     def _give_up(self) -> None:
@@ -139,14 +145,16 @@ class Ending:
         os._exit(EXIT_GAVE_UP)
 
     async def leave_no_dead_mount(self) -> None:
-        """Take the mount away when serving ended by an error and not by the kernel."""
-        if self._is_mounted():
-            _log.error("serving ended by an error: taking the mount away")
-            await trio.to_thread.run_sync(self._detach)
-            mounting.abort_connection(self._device)
+        """Take the mount away when serving ended by an error and not by the kernel.
 
-    def _detach(self) -> None:
-        mounting.unmount(self._mountpoint, lazy=True)
+        Another that was made in its place by now, and has its number, is served and no dead one.
+        """
+        entry = mount_at(self._mountpoint)
+        if entry is None or entry.device != self._device:
+            return
+        if await trio.to_thread.run_sync(mounting.is_dead, entry):
+            _log.error("serving ended by an error: taking the mount away")
+            await trio.to_thread.run_sync(mounting.detach, entry)
 
     def describe(self, number: int) -> str:
         """Why the connection ended, for the log. ENODEV says both: unmounted, and aborted."""

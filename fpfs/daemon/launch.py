@@ -24,9 +24,9 @@ from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import (
     MOUNT_DEAD,
-    abort_connection,
     check_mountpoint,
     check_outside,
+    detach,
     is_dead,
     remove_dead_mount,
     unmount,
@@ -297,8 +297,7 @@ def stop(mountpoint: str) -> Flushed:
     try:
         ending = ControlClient(entry, asked=asked)
     except Refused as refused:
-        unmount(entry.mountpoint, lazy=True)
-        abort_connection(entry.device)
+        detach(entry)
         raise Refused(
             asked=asked,
             wrong=f"its server was gone ({refused.wrong}); the mount is taken away",

@@ -8,8 +8,10 @@ Concurrency: plain blocking functions; the server calls them in threads once tri
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -189,34 +191,68 @@ def remove_dead_mount(mountpoint: str) -> bool:
     return True
 
 
-def connection_alive(device: str) -> bool:
-    """Whether the kernel still has the connection of the mount ``major:minor``.
+class ConnectionControl:
+    """Ends the connection of one mount through fusectl: every request on it fails at once.
 
-    It outlives a lazy unmount for as long as files are open. Without fusectl, which only root can
-    mount, the answer is True.
+    What is opened here stays that connection's: when it is gone, another may get its number.
     """
-    if not mount_fusectl():
+
+    def __init__(self, device: str) -> None:
+        """Open that of the mount ``major:minor``.
+
+        Nothing is open where there is none, where this user may not, and without fusectl.
+        """
+        self._abort_fd = -1
+        if mount_fusectl():
+            major, minor = (int(part) for part in device.split(":"))
+            number = str(os.makedev(major, minor))
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                self._abort_fd = os.open(_CONNECTIONS / number / "abort", os.O_WRONLY)
+
+    def abort(self) -> bool:
+        """End it, if it is there; False when nothing is open."""
+        if self._abort_fd < 0:
+            return False
+        os.write(self._abort_fd, b"1")
         return True
-    return _connection(device).exists()
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._abort_fd >= 0:
+            os.close(self._abort_fd)
+            self._abort_fd = -1
+
+    def __enter__(self) -> ConnectionControl:
+        """Return it; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of it."""
+        self.close()
 
 
-def abort_connection(device: str) -> bool:
-    """End the connection of the mount ``major:minor``: every request on it fails at once.
-
-    Returns False when there is no such connection or this user cannot reach it.
-    """
-    if not mount_fusectl():
-        return False
-    try:
-        _connection(device).joinpath("abort").write_text("1")
-    except (FileNotFoundError, PermissionError):
-        return False
-    return True
+def control_of(device: str, fuse_fd: int) -> ConnectionControl:
+    """What ends the connection of a /dev/fuse descriptor, whose mount is, or was, `device`."""
+    opened = ConnectionControl(device)
+    poll = select.poll()
+    poll.register(fuse_fd, 0)
+    if any(events & select.POLLERR for _, events in poll.poll(0)):
+        opened.close()  # it has ended: the number may be another's
+    return opened
 
 
-def _connection(device: str) -> Path:
-    major, minor = (int(part) for part in device.split(":"))
-    return _CONNECTIONS / str(os.makedev(major, minor))
+def abort_connection(entry: MountEntry) -> bool:
+    """End the connection of a mount; False when it is not there, or this user cannot reach it."""
+    with ConnectionControl(entry.device) as control:
+        return mount_at(entry.mountpoint) == entry and control.abort()
+
+
+def detach(entry: MountEntry) -> None:
+    """Take a mount away although files are open, and end its connection. Raises `Refused`."""
+    with ConnectionControl(entry.device) as control:
+        if mount_at(entry.mountpoint) == entry:
+            unmount(entry.mountpoint, lazy=True)
+            control.abort()
 
 
 def mount_fusectl() -> bool:

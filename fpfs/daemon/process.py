@@ -95,8 +95,7 @@ def give_up(mountpoint: str) -> None:
     if entry is None or not entry.is_fpfs:
         return
     with contextlib.suppress(Refused):
-        mounting.unmount(mountpoint, lazy=True)
-    mounting.abort_connection(entry.device)
+        mounting.detach(entry)
 
 
 def clean_up(mountpoint: str) -> None:

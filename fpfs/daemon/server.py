@@ -151,6 +151,7 @@ class Server:
             restarts=inherited.restarts if inherited else 0,
         )
         self._connection_ended = trio.Event()
+        self._connection_control: mounting.ConnectionControl | None = None
         self._closed = False
 
     async def run(self, *, ready: Callable[[], None]) -> Flushed:
@@ -159,9 +160,12 @@ class Server:
         Returns what could not be kept, after everything was closed and the devices unlocked.
         """
         let_go = await self._take_over()
-        device, relay_fd = await self._mount()
+        device, fuse_fd = await self._mount()
+        self._connection_control = mounting.control_of(device, fuse_fd)
+        relay_fd = self._engine.serve(fuse_fd, self._directories, connection=self._connection())
         ending = Ending(
             device=device,
+            control=self._connection_control,
             mountpoint=self._config.mountpoint,
             link=self._link,
             engine=self._engine,
@@ -275,24 +279,23 @@ class Server:
         return final
 
     async def _mount(self) -> tuple[str, int]:
-        """Mount and start the channel; returns the mount's ``major:minor`` and pyfuse3's end."""
-        config = self._config
+        """Mount, unless a server before did; returns the mount's ``major:minor`` and /dev/fuse."""
         if self._inherited is not None:
-            left = Connection.LEFT_BY_FAULT if self._inherited.by_fault else Connection.LEFT
-            fuse_fd = self._inherited.fuse_fd
-            relay_fd = self._engine.serve(fuse_fd, self._directories, connection=left)
-            return self._inherited.device, relay_fd
+            return self._inherited.device, self._inherited.fuse_fd
         mount = functools.partial(
             mounting.mount,
-            config.mountpoint,
-            options=mount_options(config.options, filesystem_id=self._devices.filesystem_id),
-            asked=config.asked,
-            held_fds=[fd for fd in (self._link.fileno(), config.ready_fd) if fd >= 0],
+            self._config.mountpoint,
+            options=mount_options(self._config.options, filesystem_id=self._devices.filesystem_id),
+            asked=self._config.asked,
+            held_fds=[fd for fd in (self._link.fileno(), self._config.ready_fd) if fd >= 0],
         )
         fuse_fd = await trio.to_thread.run_sync(mount)
-        device = self._hold_mount(fuse_fd)
-        new = Connection.NEW
-        return device, self._engine.serve(fuse_fd, self._directories, connection=new)
+        return self._hold_mount(fuse_fd), fuse_fd
+
+    def _connection(self) -> Connection:
+        if self._inherited is None:
+            return Connection.NEW
+        return Connection.LEFT_BY_FAULT if self._inherited.by_fault else Connection.LEFT
 
     def _hold_mount(self, fuse_fd: int) -> str:
         """Let the keeper hold a mount that was just made; returns its ``major:minor``."""
@@ -366,6 +369,8 @@ class Server:
         """Close what the server was given, and unlock the devices. Once is enough."""
         if not self._closed:
             self._closed = True
+            if self._connection_control is not None:
+                self._connection_control.close()
             self._namespace.close()
             devices: Any = self._engine.statistics()["devices"]
             has_failed = any(each["failed"] or each["errors"] for each in devices.values())

@@ -208,7 +208,7 @@ class Mount:
         """Take the mount away by force; what hung on it gets errors."""
         entry = self.entry()
         if entry is not None and entry.is_fpfs:
-            abort_connection(entry.device)
+            abort_connection(entry)
             # A server that lives takes its own mount away when its connection ends.
             with contextlib.suppress(Refused):
                 unmount(entry.mountpoint, lazy=True)

@@ -103,7 +103,7 @@ class MountedImage:
     def _forget(self) -> None:
         entry = mount_at(str(self.root))
         if entry is not None and entry.is_fpfs:
-            abort_connection(entry.device)
+            abort_connection(entry)
             try:
                 unmount(entry.mountpoint, lazy=True)
             except Refused:

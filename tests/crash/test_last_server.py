@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.daemon.mounting import abort_connection
-from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs
+from fpfs.daemon.mounting import ConnectionControl, abort_connection, unmount
+from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.support.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
 
@@ -97,7 +98,7 @@ def test_an_aborted_mount_goes_although_its_server_dies_while_it_ends_it(
     entry = mount.entry()
     assert entry is not None
     orders.give("at-ending", "once SIGKILL")
-    assert abort_connection(entry.device)
+    assert abort_connection(entry)
     wait_for_exit(mount.keeper_pid)
     orders.wait_met("at-ending")
     check_next_mount(mount)
@@ -120,3 +121,60 @@ def test_an_unmount_whose_keeper_and_server_die_says_what_is_known(
         " machine runs\n"
     )
     check_next_mount(mount)
+
+
+def mount_with_number(number: str, root: Path, stack: contextlib.ExitStack) -> Mount | None:
+    """Mount something else at a place, with a device number that is free; None where it is not.
+
+    The kernel gives the lowest free number to who comes first, which is another program perhaps.
+    """
+    for _ in range(5):
+        other = stack.enter_context(mounted())
+        other.unmount()
+        other.root = root
+        other.mount()
+        entry = other.entry()
+        assert entry is not None
+        if entry.device == number:
+            return other
+        other.unmount()
+    return None
+
+
+def test_a_mount_that_ends_takes_none_away_that_was_made_in_its_place(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    """It was unmounted and drains still; the kernel gives its number to the next one."""
+    mount, orders = poisoned
+    entry = mount.entry()
+    assert entry is not None
+    orders.give("at-draining", "block")
+    with contextlib.ExitStack() as stack:
+        unmount(str(mount.root))
+        orders.wait_met("at-draining")
+        other = mount_with_number(entry.device, mount.root, stack)
+        if other is None:
+            pytest.skip("another program got the number of the mount")
+        orders.take_back("at-draining")
+        wait_for_exit(mount.keeper_pid)
+        assert other.status().server_pid == other.server_pid
+        (other.root / "another").write_bytes(b"served")
+        other.unmount()
+    check_next_mount(mount)
+
+
+def test_what_ends_a_connection_ends_no_other() -> None:
+    with mounted() as former:
+        entry = former.entry()
+        assert entry is not None
+        with contextlib.ExitStack() as stack, ConnectionControl(entry.device) as control:
+            former.unmount()
+            other = mount_with_number(entry.device, former.root, stack)
+            if other is None:
+                pytest.skip("another program got the number of the mount")
+            assert control.abort()
+            (other.root / "file").write_bytes(b"served")
+            assert abort_connection(entry._replace(mount_id=0)) is False
+            (other.root / "file").write_bytes(b"served")
+            other.unmount()
+        former.mount()

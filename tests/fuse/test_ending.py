@@ -113,7 +113,7 @@ def test_an_abort_is_not_logged_as_an_unmount() -> None:
         entry = mount.entry()
         assert entry is not None
         server_fd = os.pidfd_open(mount.server_pid)
-        assert abort_connection(entry.device)
+        assert abort_connection(entry)
         wait_for_exit(server_fd)
         os.close(server_fd)
         mount.forget()
