@@ -5,6 +5,7 @@ Invariants:
     `OWNERS_VERBS` has only for the first two.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
     newest belongs to the mount that has the number now.
+  * A request that fails, whatever the reason, ends neither the mount nor the server.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
   * What the end came to is in a file before the keeper is told that no other server is needed: who
@@ -213,6 +214,11 @@ class ControlServer:
             result = await self._unless_ended(request)
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
+            return
+        except Exception as error:  # noqa: BLE001 (programs that use the mount are not to feel it)
+            _log.exception("a request to %s failed", request.verb)
+            wrong = f"the server failed at it ({type(error).__name__}: {error})"
+            await self._send(stream, Reply(error=wrong))
             return
         if result is not None:
             await self._send(stream, _reply(result))

@@ -67,8 +67,11 @@ class Ending:
         self._ending_done = trio.Event()
         self._closing = False
 
-    async def watch_keeper(self) -> None:
+    async def watch_keeper(
+        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         """Drain and unmount when there is nobody left who would start another server."""
+        task_status.started()
         await trio.lowlevel.wait_readable(self._link.fileno())
         if not self._ending_by_signal:
             self._ending_by_signal = True

@@ -170,13 +170,15 @@ def is_dead(entry: MountEntry) -> bool:
     """
     if not entry.is_fpfs:
         return False
-    # In a process of its own, which can be killed: what is asked of a mount may take forever.
+    # In a process of its own: what is asked of a mount that hangs may take forever, and such a
+    # process may not even be killed. Nobody waits for it then.
     command = [sys.executable, "-I", "-S", "-c", _PROBE, entry.mountpoint]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_PROBE_S, check=False)
+        return process.wait(timeout=_PROBE_S) in MOUNT_DEAD
     except subprocess.TimeoutExpired:
+        process.kill()
         return False
-    return done.returncode in MOUNT_DEAD
 
 
 def remove_dead_mount(mountpoint: str) -> bool:

@@ -181,9 +181,8 @@ class Server:
         )
         async with trio.open_nursery() as nursery:
             try:
-                await nursery.start(control.serve)
-                await nursery.start(ending.watch_signals)
-                nursery.start_soon(ending.watch_keeper)
+                for task in (control.serve, ending.watch_signals, ending.watch_keeper):
+                    await nursery.start(self._run_beside, task)
                 final = await self._serve(ready, ending, relay_fd, let_go)
                 await control.end_requests()
                 # Nothing that is told to be so may need another server once the keeper knows.
@@ -251,6 +250,17 @@ class Server:
             self._controlled.collected(removed)
             # Those on a device that is missing are looked for when it is back.
             self._catalog.ended_cleanly = not self._devices.missing
+
+    async def _run_beside(
+        self,
+        task: Callable[..., Awaitable[None]],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Run a task beside what serves: if it fails, another server takes over."""
+        try:
+            await task(task_status=task_status)
+        except Exception as error:  # noqa: BLE001 (whatever it was)
+            self._die(error)
 
     def _die(self, error: Exception) -> NoReturn:
         """End at once and leave everything as it is: the keeper starts another server."""

@@ -130,3 +130,17 @@ def test_a_request_that_waits_while_servers_are_killed_is_not_blamed(
         finally:
             orders.take_back("slow")
         assert answer.result(TIMEOUT_S) == errno.ENODATA
+
+
+def test_what_fails_beside_the_requests_ends_a_server_and_not_the_mount(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    mount, orders = poisoned
+    mount.expect_log("fpfs.server: serving failed")
+    mount.expect_log(DIED.format("exit status 70"))
+    with (mount.root / "file").open("wb", buffering=0) as file:
+        file.write(b"before, ")
+        orders.give("at-asked", "once error")
+        assert mount.status().restarts == 1
+        file.write(b"after")
+    assert (mount.root / "file").read_bytes() == b"before, after"

@@ -231,6 +231,17 @@ async def test_what_an_earlier_mount_left_is_no_answer(tmp_path: Path) -> None:
 
 
 @trio.testing.trio_test
+async def test_a_request_that_fails_is_told_so_and_the_next_one_is_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path / "socket", Ending()):
+        reply = await ask(tmp_path / "socket", Verb.STATUS)
+        assert reply.error == "the server failed at it (AssertionError: asked after the end)"
+        assert "a request to status failed" in caplog.text
+        assert (await ask(tmp_path / "socket", Verb.RESTART)).error.startswith("the installed")
+
+
+@trio.testing.trio_test
 async def test_a_restart_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "socket", Ending()):
         reply = await ask(tmp_path / "socket", Verb.RESTART)

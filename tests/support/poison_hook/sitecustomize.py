@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def die(how: str) -> NoReturn:
-    """End this process by a fault."""
+    """End this process by a fault, or by an error of its own code."""
+    if how == "error":
+        raise RuntimeError("as it was ordered")
     faulthandler.disable()  # the log's lines would look like those of a fault of the test's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if how == "exit":
@@ -85,8 +87,9 @@ def come_to(point: str) -> None:
 
 
 def mark_points() -> None:
-    """Let servers come to points: after each of these calls but ``draining``, which is before."""
+    """Let servers come to points: after each of these calls; ``draining`` and ``asked`` before."""
     from fpfs.daemon import mounting
+    from fpfs.daemon.control import ControlServer
     from fpfs.daemon.controlled import ControlledServer
     from fpfs.daemon.keeper import KeeperLink
 
@@ -111,6 +114,13 @@ def mark_points() -> None:
         return await flush_at_end(self)
 
     ControlledServer.flush_at_end = flush
+    converse = ControlServer._converse
+
+    async def conversation(self: ControlServer, connection: trio.socket.SocketType) -> None:
+        come_to("asked")
+        await converse(self, connection)
+
+    ControlServer._converse = conversation
 
 
 def poison() -> None:
