@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -21,6 +22,7 @@ from fpfs.core.control import (
     Verb,
     find_fpfs,
 )
+from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.mounts import MountEntry
 from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused
@@ -85,19 +87,23 @@ def _what(path: str, entry: MountEntry, *, asked: str) -> tuple[Iterable[int], i
 
 
 def _regular_files(path: str) -> Iterator[tuple[int, int]]:
-    """Inode and bytes on devices of each regular file at or below a path."""
+    """Inode and bytes on devices of each regular file at or below a path.
+
+    What is removed meanwhile is left out.
+    """
     status = os.stat(path)
     if stat.S_ISREG(status.st_mode):
         yield status.st_ino, status.st_blocks * 512
     folders = [path] if stat.S_ISDIR(status.st_mode) else []
     while folders:
-        with os.scandir(folders.pop()) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
             for each in entries:
                 if each.is_dir(follow_symlinks=False):
                     folders.append(each.path)
                 elif each.is_file(follow_symlinks=False):
-                    status = each.stat(follow_symlinks=False)
-                    yield status.st_ino, status.st_blocks * 512
+                    with contextlib.suppress(FileNotFoundError):
+                        status = each.stat(follow_symlinks=False)
+                        yield status.st_ino, status.st_blocks * 512
 
 
 class Pace:
@@ -142,14 +148,15 @@ class _Steps:
 
     def all_of(self, inos: Iterable[int]) -> Iterator[Scrubbed]:
         """Yield what each step came to, until all inodes were looked at."""
+        bytes_before = 0
         for ino in inos:
             cursor: ScrubCursor | None = ScrubCursor()
             while cursor is not None:
+                self._pace.done(bytes_before)
                 step = ScrubStep(cursor=cursor, bytes_max=self._pace.step_bytes)
                 done = self._client.ask(Verb.SCRUB, Scrubbed, ino=ino, scrub=step)
-                cursor = done.cursor
+                cursor, bytes_before = done.cursor, done.bytes_checked
                 yield done
-                self._pace.done(done.bytes_checked)
 
     def close(self) -> None:
         """Close the connection."""
@@ -162,7 +169,10 @@ def _show_damage(console: Console, damage: Iterable[DamagedContent]) -> None:
         where = f" bytes {each.offset_bytes} to {last}" if each.size_bytes else ""
         place = ""
         if each.object:
-            place = f" block {each.object_block} of object {each.object} on {each.device_path}:"
+            blocks = f"block {each.object_block}"
+            if each.size_bytes > BLOCK_BYTES:
+                blocks += f" to {each.object_block + each.size_bytes // BLOCK_BYTES - 1}"
+            place = f" {blocks} of object {each.object} on {each.device_path}:"
         name = each.path or "a file without a name"
         line = f"damaged: {show_text(name)} (inode {each.ino}){where}:{place} {each.error}"
         # Through the bar's console, which keeps the bar below what is printed.

@@ -40,7 +40,8 @@ class Kind(enum.StrEnum):
     OBJECTS = "objects"
     """The rows of objects do not agree with the maps."""
     LOST = "lost"
-    """An object that a file refers to is not there, or not as long as it should be."""
+    """An object that a file refers to is not there, or not as long as it should be; or a device is
+    missing."""
     DAMAGED = "damaged"
     """Blocks of a file do not fit their checksums, or cannot be read."""
     ORPHAN = "orphan"

@@ -82,7 +82,11 @@ class ControlledServer:
         self._scrub = Scrub(
             catalog=catalog,
             engine=engine,
-            device_paths={device.number: device.path for device in devices.devices},
+            device_paths={
+                **{device.number: device.path for device in devices.devices},
+                **{device.number: device.path for device in devices.missing},
+            },
+            missing={device.number for device in devices.missing},
         )
 
     def recovered(self, recovery: RecoveryStatus) -> None:

@@ -24,7 +24,7 @@ from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.catalog_schema import row_crc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from fpfs.core.control import ScrubStep
     from fpfs.core.engine import Engine
@@ -109,9 +109,15 @@ class Scrub:
     """What steps of all scrubs of a mount use."""
 
     def __init__(
-        self, *, catalog: Catalog, engine: Engine, device_paths: Mapping[int, str]
+        self,
+        *,
+        catalog: Catalog,
+        engine: Engine,
+        device_paths: Mapping[int, str],
+        missing: Collection[int],
     ) -> None:
-        """Join the parts; nothing is read yet."""
+        """Join the parts; nothing is read yet. The mount does without the devices `missing`."""
+        self._missing = missing
         self._catalog = catalog
         self._engine = engine
         self._device_paths = device_paths
@@ -145,9 +151,9 @@ class Scrub:
                 checksum = place.checksums[i]
                 where = (place.device, place.object, place.block + i)
                 found[_Block(ino, first + i, *where, checksum)] = damage.errno
-        for block in await self._catalog.read(lambda t: _still_committed(t, sorted(found))):
-            code = found[block]
-            if code == 0:
+        blocks = await self._catalog.read(lambda t: _still_committed(t, sorted(found)))
+        for block in blocks:
+            if found[block] == 0:
                 self._engine.report_damage(
                     block.ino,
                     block.block,
@@ -155,9 +161,13 @@ class Scrub:
                     object_=block.object,
                     object_block=block.object_block,
                 )
-            work.damage.append(self._describe(block, code))
+        for block, count in _ranges(blocks, found):
+            work.damage.append(self._describe(block, count, found[block]))
 
-    def _describe(self, block: _Block, code: int) -> DamagedContent:
+    def _describe(self, block: _Block, count: int, code: int) -> DamagedContent:
+        error = f"cannot be read: {os.strerror(code)}" if code else "checksum differs"
+        if block.device in self._missing:
+            error = "the device is missing"
         return DamagedContent(
             ino=block.ino,
             device=block.device,
@@ -165,9 +175,9 @@ class Scrub:
             object=f"{block.object:016x}",
             object_block=block.object_block,
             offset_bytes=block.block * BLOCK_BYTES,
-            size_bytes=BLOCK_BYTES,
+            size_bytes=count * BLOCK_BYTES,
             errno=code or errno.EIO,
-            error=f"cannot be read: {os.strerror(code)}" if code else "checksum differs",
+            error=error,
         )
 
     async def _named(self, damage: list[DamagedContent]) -> list[DamagedContent]:
@@ -243,6 +253,25 @@ def _still_committed(transaction: Transaction, blocks: list[_Block]) -> list[_Bl
         for fields in rows:
             now.update(_blocks_of(_Row(*fields)))
     return [block for block in blocks if block in now]
+
+
+def _ranges(blocks: Sequence[_Block], codes: Mapping[_Block, int]) -> Iterator[tuple[_Block, int]]:
+    """Yield blocks that follow one another and cannot be read, as the first and their number.
+
+    Those that can be read, and are not what was written there, stand alone.
+    """
+    first = 0
+    for i, block in enumerate(blocks):
+        following = blocks[i + 1] if i + 1 < len(blocks) else None
+        is_last = following is None or not _goes_on(block, following)
+        if is_last or codes[block] == 0 or codes[block] != codes[blocks[i + 1]]:
+            yield blocks[first], i + 1 - first
+            first = i + 1
+
+
+def _goes_on(block: _Block, following: _Block) -> bool:
+    step = block._replace(block=block.block + 1, object_block=block.object_block + 1)
+    return step == following._replace(checksum=block.checksum)
 
 
 def _blocks_of(row: _Row) -> Iterator[_Block]:

@@ -167,6 +167,33 @@ def test_a_mount_without_a_device(number: int, is_empty: bool) -> None:
         assert mount.status().recovery == RecoveryStatus()
 
 
+def test_what_lies_on_a_missing_device_is_called_missing_and_not_lost() -> None:
+    with mounted(devices=2) as mount:
+        mount.expect_log(MISSING.format(number=1))
+        mount.allow_log(f"{CATALOG}|{UNREADABLE}")
+        fill(mount)
+        mount.unmount()
+        with taken_away(mount.devices[1]):
+            mount.mount("degraded")
+            done = run_fpfs("scrub", mount.root, module="fpfs.cli.ctl")
+            assert (done.returncode, done.stderr) == (1, "")
+            *damaged, _ = done.stdout.splitlines()
+            assert len(damaged) == 4  # of two files, two chunks each
+            for line in damaged:
+                assert f" on {mount.devices[1]}: the device is missing" in line
+            done = run_fpfs("fsck", mount.root, module="fpfs.cli.ctl")
+            assert (done.returncode, done.stderr) == (4, "")
+            first, *findings, last = done.stdout.splitlines()
+            told = (
+                f"device 1 ({mount.devices[1]}) is missing: what 2 files have there is not checked"
+            )
+            assert first == f"wrong: {told}"
+            assert all(line.startswith("note: ") for line in findings)
+            assert last.endswith("0 corrected, 1 left as they are")
+            mount.unmount()
+        mount.mount()
+
+
 def check_back(mount: Mount) -> None:
     """Everything is there when the device is back."""
     assert_same((mount.root / "old").read_bytes(), OLD)

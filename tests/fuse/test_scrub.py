@@ -27,10 +27,14 @@ def scrub(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def found(*arguments: str | Path) -> set[tuple[str, int]]:
-    """What a scrub names as damaged: paths and offsets. The exit status fits."""
+    """What a scrub names as damaged: paths and offsets of blocks. The exit status fits."""
     done = scrub("--json", *arguments)
     assert done.stderr == ""
-    damage = {(each["path"], each["offset_bytes"]) for each in json.loads(done.stdout)["damage"]}
+    damage = {
+        (each["path"], each["offset_bytes"] + offset)
+        for each in json.loads(done.stdout)["damage"]
+        for offset in range(0, each["size_bytes"], BLOCK_BYTES)
+    }
     assert done.returncode == bool(damage)
     return damage
 

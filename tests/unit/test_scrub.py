@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import trio.testing
 
-from fpfs.cli.scrub import Pace
+from fpfs.cli.scrub import Pace, _regular_files
 from fpfs.core.control import DamagedContent, Scrubbed, ScrubCursor, ScrubStep
 from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Damage, ObjectId, StoredRange
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN, Run, Segment, encode_segment
@@ -26,7 +27,10 @@ Place = tuple[int, int, int]
 def scrub_of(mount: Rig) -> Scrub:
     """The scrub of a rig."""
     return Scrub(
-        catalog=mount.catalog, engine=mount.engine, device_paths={0: "/nvme0", 1: "/nvme1"}
+        catalog=mount.catalog,
+        engine=mount.engine,
+        device_paths={0: "/nvme0", 1: "/nvme1"},
+        missing=(),
     )
 
 
@@ -162,7 +166,7 @@ async def test_damaged_blocks_are_named_reported_and_nothing_else_is(tmp_path: P
 
 
 @trio.testing.trio_test
-async def test_an_object_that_is_gone_is_damage_of_each_of_its_blocks(tmp_path: Path) -> None:
+async def test_an_object_that_is_gone_is_damage_of_all_its_blocks(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         await mount.write_file("file", bytes(LARGE))
         await mount.commit.flush_all()
@@ -170,7 +174,7 @@ async def test_an_object_that_is_gone_is_damage_of_each_of_its_blocks(tmp_path: 
         gone = next(key for key in objects if key.device == 0)
         count = len(objects.pop(gone))
         found = damage_of(await scrub_all(mount))
-        assert len(found) == count
+        assert sum(each.size_bytes for each in found) == count * BLOCK_BYTES
         assert {each.errno for each in found} == {errno.ENOENT}
         assert {each.error for each in found} == {"cannot be read: No such file or directory"}
 
@@ -265,3 +269,22 @@ def test_without_a_rate_a_scrub_never_waits() -> None:
     pace.done(1 << 40)
     assert Pace(1).step_bytes == 64 * 1024
     assert Pace(1 << 40).step_bytes == pace.step_bytes
+
+
+def test_what_is_removed_while_a_tree_is_walked_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"file{i}").touch()
+    walk = _regular_files(str(tmp_path))
+    ino, _ = next(walk)
+    (first,) = [path for path in tmp_path.rglob("file?") if path.stat().st_ino == ino]
+    for path in tmp_path.iterdir():
+        if path != first.parent:
+            shutil.rmtree(path)
+    for path in first.parent.iterdir():
+        if path != first:
+            path.unlink()
+    assert list(walk) == []
+    with pytest.raises(FileNotFoundError):
+        list(_regular_files(str(tmp_path / "nothing")))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fpfs.core.control import ControlClient, Status, Verb
+from fpfs.core.control import ControlClient, DeviceState, Status, Verb
 from fpfs.core.errors import CatalogError
 from fpfs.core.fsck import CheckReport, Finding, Kind
 from fpfs.core.refusal import Refused
@@ -45,7 +45,7 @@ from fpfs.daemon.offline.storage import (
 from fpfs.daemon.places import arena_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from fpfs.core.mounts import MountEntry
     from fpfs.daemon.offline.storage import DamagedBlock
@@ -96,6 +96,7 @@ def check_mounted(entry: MountEntry, wishes: Wishes) -> CheckReport:
     with ControlClient(entry, asked=asked) as client:
         status = client.ask(Verb.STATUS, Status, timeout_s=STATUS_TIMEOUT_S)
     devices = [DeviceDirectory(each.number, each.path, "") for each in status.devices]
+    missing = {each.number for each in status.devices if each.state is DeviceState.MISSING}
     usable = [Path(copy.path) for copy in status.catalog.copies if not copy.trouble]
     if not usable:
         raise Refused(
@@ -114,16 +115,16 @@ def check_mounted(entry: MountEntry, wishes: Wishes) -> CheckReport:
     with contextlib.ExitStack() as stack:
         stack.enter_context(refusing_image(asked))
         image = look(stack)
-        objects = Objects(devices)
+        objects = Objects([device for device in devices if device.number not in missing])
         stack.callback(objects.close)
-        first = _Check(image.connection, objects, devices)
+        first = _Check(image.connection, objects, devices, missing)
         first.look()
         damaged = first.read(wishes) if wishes.data else []
         findings = [each.finding for each in first.catalog]
         if first.storage or damaged:
             # What was replaced meanwhile may have gone from the devices: that is no damage.
             image = look(stack)
-            second = _Check(image.connection, objects, devices)
+            second = _Check(image.connection, objects, devices, missing)
             second.look(list_again=False, of=first)
             now = {_key(each.finding) for each in second.storage}
             findings += [each.finding for each in first.storage if _key(each.finding) in now]
@@ -155,10 +156,12 @@ class _Check:
         connection: sqlite3.Connection,
         objects: Objects,
         devices: Sequence[DeviceDirectory],
+        missing: Collection[int] = (),
     ) -> None:
         self.connection = connection
         self._objects = objects
         self._device_paths = {device.number: device.path for device in devices}
+        self._missing = {number: self._device_paths[number] for number in missing}
         self._paths = Paths(connection)
         self.catalog: list[Found] = []
         """What is wrong in the catalog."""
@@ -183,7 +186,7 @@ class _Check:
         self.catalog = list(_check_structure(connection))
         self.catalog += check_names(connection, self._paths)
         self.catalog += check_contents(connection, self._paths, self._device_paths.keys())
-        self.storage = list(check_objects(connection, self._paths))
+        self.storage = list(check_objects(connection, self._paths, self._missing))
         self.unused = list(check_unused(connection))
 
     def look_again(self) -> list[Found]:

@@ -38,11 +38,21 @@ def list_objects(connection: sqlite3.Connection, objects: Objects) -> list[Found
     return strays
 
 
-def check_objects(connection: sqlite3.Connection, paths: Paths) -> Iterator[Found]:
+def check_objects(
+    connection: sqlite3.Connection, paths: Paths, missing: Mapping[int, str]
+) -> Iterator[Found]:
     """Yield objects that files refer to and that are missing or too short.
 
-    The tables `runs` (`check_contents`) and `found` (`list_objects`) are there.
+    Devices that are `missing`, with their paths, stand for all that lies there. The tables `runs`
+    (`check_contents`) and `found` (`list_objects`) are there.
     """
+    for device, path in missing.items():
+        (files,) = connection.execute(
+            "SELECT count(DISTINCT ino) FROM runs WHERE device = ? AND flags <> ?",
+            (device, UNWRITTEN),
+        ).fetchone()
+        text = f"device {device} ({path}) is missing: what {files} files have there is not checked"
+        yield Found(Finding(kind=Kind.LOST, text=text, device=device))
     rows = connection.execute(
         "SELECT r.ino, r.device, r.object, sum(r.count), max(r.object_block + r.count - 1),"
         " f.size FROM runs r LEFT JOIN found f ON f.device = r.device AND f.id = r.object"
@@ -51,10 +61,17 @@ def check_objects(connection: sqlite3.Connection, paths: Paths) -> Iterator[Foun
         (UNWRITTEN, BLOCK_BYTES),
     ).fetchall()
     for ino, device, object_, count, last, size in rows:
+        if device in missing:
+            continue
         name = f"object {object_:016x} on device {device}"
         if size is None:
             text = f"{paths.show(ino)}: {count} blocks are lost: {name} is missing"
-            other = connection.execute("SELECT device FROM found WHERE id = ?", (object_,))
+            # The parts of a content have one name on all devices: only what is no such part helps.
+            other = connection.execute(
+                "SELECT device FROM found f WHERE id = ? AND NOT EXISTS"
+                " (SELECT 1 FROM runs r WHERE r.device = f.device AND r.object = f.id)",
+                (object_,),
+            )
             text += "".join(f" (device {elsewhere} has one of this name)" for (elsewhere,) in other)
         else:
             text = f"{paths.show(ino)}: {name} has {size} bytes, and block {last} lies behind them"
