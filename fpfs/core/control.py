@@ -416,10 +416,10 @@ def _find_socket(entry: MountEntry) -> str | None:
     for path in paths:
         try:
             found = os.stat(path)
-        except FileNotFoundError:
-            continue
         except PermissionError:
             born_ns[path] = 0  # who connects is told so
+            continue
+        except OSError:  # it is gone, or nothing of this mount namespace
             continue
         if found.st_uid in (0, entry.owner_uid):
             born_ns[path] = found.st_mtime_ns
