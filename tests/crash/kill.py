@@ -260,9 +260,12 @@ def kill_again_and_again(mount: Mount, *, kills: int, team: Team, seed: int) -> 
             if not is_last:
                 mount.kill(mount.keeper_pid, mount.server_pid)
                 disturber.done[Disturbance.KILL_ALL] += 1
-        for program in programs:
-            done = program.end() if is_last else program.lose_mount()
-            outcome.operations[program.role] += done
+                # Before they are told to end: one that had just come to that would see no loss.
+                for program in programs:
+                    outcome.operations[program.role] += program.lose_mount()
+        if is_last:
+            for program in programs:
+                outcome.operations[program.role] += program.end()
         verified = 0 if is_last else verify_next_mount(mount, programs)
         outcome.done.update(disturber.done)
         outcome.gaps_s.extend(disturber.gaps_s)
