@@ -115,7 +115,7 @@ class Harness {
     kernel_ = pair[0];
     const timeval limit{kAnswerLimit.count(), 0};
     if (::setsockopt(kernel_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0) std::abort();
-    auto served = engine_->serve(pair[1], directories_, false);
+    auto served = engine_->serve(pair[1], directories_, Connection::New);
     if (!served.ok()) std::abort();
     python_ = served.take();
   }
