@@ -316,6 +316,12 @@ class Engine(Protocol):
         `request` is the number of the request that asks for it.
         """
 
+    def begin(self, ino: int) -> None:
+        """Note of a loaded inode that its first content begins.
+
+        How that is closed is then known to a server that takes over, also when nothing was written.
+        """
+
     def left(self) -> Left:
         """What a server that died left, to be taken over before anything is served."""
 
@@ -556,6 +562,10 @@ class NativeEngine:
     def open(self, handle: int, ino: int, *, flags: int, request: int) -> None:
         """See `Engine.open`."""
         self._native.open(handle, ino, flags, request)
+
+    def begin(self, ino: int) -> None:
+        """See `Engine.begin`."""
+        self._native.begin(ino)
 
     def left(self) -> Left:
         """See `Engine.left`."""

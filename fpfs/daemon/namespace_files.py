@@ -93,6 +93,8 @@ class Files:
         handle = self._unanswered.pop(request & ~RESENT, 0) if request & RESENT else 0
         if not handle:
             handle = await self._open(inode, flags=flags, writable=writable, request=request)
+        if writable and inode.unfinished:
+            self._engine.begin(inode.ino)
         if flags & os.O_TRUNC:
             # A writer from now on: a close of another while this waits for its turn queues nothing.
             await self._truncate_opened(handle, inode)
@@ -141,6 +143,8 @@ class Files:
         self._unanswered[request & ~RESENT] = handle
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         self._engine.adopt(handle, inode.ino, flags=flags)
+        if writable and inode.unfinished:  # the server may have died before it came to that
+            self._engine.begin(inode.ino)
         self._handles[handle] = _Handle(inode, writable)
         inode.users += 1
         inode.handles += 1

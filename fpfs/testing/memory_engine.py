@@ -270,6 +270,11 @@ class MemoryEngine:
         self.record(handle, ino, flags=flags, request=request)
         self.calls.append(("open", handle, ino))
 
+    def begin(self, ino: int) -> None:
+        """See `Engine.begin`."""
+        if not self._files[ino].dirty:
+            self._files[ino].version += 1
+
     def left(self) -> Left:
         """The handles of an engine before: contents that it had not drained ended with it."""
         return Left(list(self.devices.handles.values()), [])

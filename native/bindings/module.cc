@@ -248,6 +248,7 @@ void bind_takeover(nb::class_<Engine>& type) {
                                    left.handles_damaged);
            })
       .def("spoil", &Engine::spoil, nb::call_guard<nb::gil_scoped_release>())
+      .def("begin", &Engine::begin, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate", &Engine::invalidate, nb::call_guard<nb::gil_scoped_release>())
       .def("invalidate_name",
            [](Engine& engine, uint64_t directory, const nb::bytes& name) {

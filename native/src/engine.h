@@ -160,6 +160,8 @@ class Engine : public Plane {
   Left left() const;
   // What was acknowledged of an inode is lost, although it is open: see File::spoil.
   void spoil(uint64_t ino) EXCLUDES(table_mutex_);
+  // An inode that is loaded is about to get its first content: see File::begin.
+  void begin(uint64_t ino) EXCLUDES(table_mutex_);
   uint64_t recover(uint64_t ino, bool trim);
   uint64_t recover_later(uint64_t ino, bool trim);
   void abandon(uint64_t ino);

@@ -283,6 +283,10 @@ void Engine::abandon(uint64_t ino) {
   parted_.erase(ino);
 }
 
+void Engine::begin(uint64_t ino) {
+  if (const std::shared_ptr<File> found = file(ino); found != nullptr) found->begin();
+}
+
 void Engine::spoil(uint64_t ino) {
   if (const std::shared_ptr<File> found = file(ino); found != nullptr) found->spoil();
 }

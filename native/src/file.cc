@@ -255,6 +255,13 @@ void File::note_state_now() {
   });
 }
 
+void File::begin() {
+  const MutexLock lock(mutex_);
+  if (sequence_ != committed_sequence_) return;
+  ++sequence_;
+  note_state_now();
+}
+
 void File::closed(int killed_by) {
   const MutexLock lock(mutex_);
   if (sequence_ == committed_sequence_) return;

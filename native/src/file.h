@@ -199,6 +199,9 @@ class File : public std::enable_shared_from_this<File> {
   Outcome attach_recovered() EXCLUDES(mutex_);
   // Changes of this file were acknowledged and are lost: until it is emptied, its handles get EIO.
   void spoil() EXCLUDES(mutex_);
+
+  // A content begins: it is noted how it is closed, also when nothing was written until then.
+  void begin() EXCLUDES(mutex_);
   // Everything on the devices that is this file's.
   std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
 

@@ -87,8 +87,9 @@ def come_to(point: str) -> None:
 
 
 def mark_points() -> None:
-    """Let servers come to points: after each of these calls; ``draining`` and ``asked`` before."""
+    """Let servers come to points: after each of these calls, but before those at the end."""
     from fpfs.daemon import mounting
+    from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import ControlServer
     from fpfs.daemon.controlled import ControlledServer
     from fpfs.daemon.keeper import KeeperLink
@@ -121,6 +122,13 @@ def mark_points() -> None:
         await converse(self, connection)
 
     ControlServer._converse = conversation
+    closed = Commit.closed
+
+    def closing(self: Commit, *arguments: object, **named: object) -> None:
+        come_to("closed")
+        closed(self, *arguments, **named)
+
+    Commit.closed = closing
 
 
 def poison() -> None:
