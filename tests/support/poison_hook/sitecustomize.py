@@ -47,7 +47,10 @@ def order_about(name: bytes) -> Path:
 
 def read(order: Path) -> str:
     """What is to become of it; nothing special where nothing is said."""
-    return order.read_text() if order.exists() else ""
+    try:
+        return order.read_text()
+    except FileNotFoundError:  # never given, or taken back
+        return ""
 
 
 def wait_until_taken_back(order: Path) -> None:
