@@ -55,6 +55,12 @@ RESERVE_BYTES = 8 * 1024 * 1024
 INLINE_BYTES_MAX = 16 * 1024
 """Contents up to this size are kept in the catalog instead of in device objects."""
 
+QUEUED_MAX = 8192
+"""More requests than the kernel keeps waiting for a server at once (4096 in the background)."""
+
+RECEIVE_AGAIN_S = 0.0005
+"""How soon is looked again whether the kernel keeps any."""
+
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One device directory, as the engine opens it.
@@ -367,6 +373,13 @@ class Engine(Protocol):
         them whose openers were killed before they got them, and of these `record`ed ones, too.
         """
 
+    async def receive_all(self) -> None:
+        """Return when the kernel has handed out what it was asked for before this call.
+
+        Then `take_released` has what was closed before; a request needs no such wait, since it is
+        handed out later itself.
+        """
+
     def attributes(self, ino: int) -> FileAttributes:
         """Current size and times of a loaded inode."""
 
@@ -628,6 +641,13 @@ class NativeEngine:
     def take_released(self) -> Sequence[Released]:
         """See `Engine.take_released`."""
         return [Released(*fields) for fields in self._native.take_released()]
+
+    async def receive_all(self) -> None:
+        """See `Engine.receive_all`."""
+        enough = self._native.requests_received() + QUEUED_MAX
+        # The kernel tells nobody when it has no more.
+        while not self._native.has_received(enough):  # noqa: ASYNC110
+            await trio.sleep(RECEIVE_AGAIN_S)
 
     def attributes(self, ino: int) -> FileAttributes:
         """See `Engine.attributes`."""

@@ -154,17 +154,14 @@ class ControlledServer:
 
     async def wait_durable(self, ino: int) -> Flushed:
         """Return when an inode's content and names are durable. OSError when they cannot be."""
-        self._namespace.catch_up()
+        await self._namespace.catch_up_with_kernel()
         await self._commit.wait_durable(ino)
         return Flushed()
 
-    async def flush(self, *, written_to: bool = True) -> Flushed:
-        """Return when everything is durable but for the failures in the answer.
-
-        Without `written_to` files that somebody writes are left out.
-        """
-        self._namespace.catch_up()
-        failed = await self._commit.flush_all(written_to=written_to)
+    async def flush(self) -> Flushed:
+        """Return when everything is durable but for the failures in the answer."""
+        await self._namespace.catch_up_with_kernel()
+        failed = await self._commit.flush_all()
         return Flushed(failures=metrics.failures(failed))
 
     async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
@@ -177,7 +174,7 @@ class ControlledServer:
 
     async def commit_group(self, ino: int) -> Flushed:
         """Commit a directory as a whole, durably. OSError when that cannot be."""
-        self._namespace.catch_up()
+        await self._namespace.catch_up_with_kernel()
         await self._groups.commit(ino)
         return Flushed()
 
@@ -187,7 +184,7 @@ class ControlledServer:
 
     async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
         """Make a former content the present one, durably. OSError when there is none."""
-        self._namespace.catch_up()
+        await self._namespace.catch_up_with_kernel()
         await self._commit.wait_queued()
         shown = await self._versions.restore(directory, name, number, groups=self._groups)
         await self._catalog.make_durable()
@@ -199,11 +196,13 @@ class ControlledServer:
         What somebody writes waits until it is certain that it cannot be finished.
         """
         try:
-            return await self.flush(written_to=False)
+            self._namespace.catch_up()
+            failed = await self._commit.flush_all(written_to=False)
         except OSError as error:
             reason = error.strerror or str(error)
             message = f"names and versions since the last flush may be lost: {reason}"
             _log.critical("%s", message)
-            failed = metrics.failures(self._commit.statistics().failures)
+            failures = metrics.failures(self._commit.statistics().failures)
             whole = Failure(ino=0, errno=error.errno or errno.EIO, message=message)
-            return Flushed(failures=(*failed, whole))
+            return Flushed(failures=(*failures, whole))
+        return Flushed(failures=metrics.failures(failed))

@@ -119,6 +119,14 @@ class Namespace:
         for handle in self.files.take_released():
             self.directories.given_up(handle)
 
+    async def catch_up_with_kernel(self) -> None:
+        """Follow also what programs did before this call and nobody has received yet.
+
+        For what does not come through the kernel, which knows no order with what does.
+        """
+        await self._engine.receive_all()
+        self.catch_up()
+
     async def look_up(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode behind a name, with one more kernel reference, or None.
 

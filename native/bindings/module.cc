@@ -193,14 +193,6 @@ void bind_files(nb::class_<Engine>& type) {
           "release",
           [](Engine& engine, uint64_t handle) { return engine.release_handle(handle) != nullptr; },
           nb::call_guard<nb::gil_scoped_release>())
-      .def("take_released",
-           [](Engine& engine) {
-             nb::list result;
-             for (const Engine::Released& released : engine.take_released()) {
-               result.append(nb::make_tuple(released.handle, released.killed_by));
-             }
-             return result;
-           })
       .def("attributes",
            [](Engine& engine, uint64_t ino) {
              const File::Attributes a = loaded(engine, ino)->attributes();
@@ -225,6 +217,30 @@ void bind_files(nb::class_<Engine>& type) {
       .def("committed", [](Engine& engine, uint64_t ino, uint64_t sequence) {
         loaded(engine, ino)->committed(sequence);
       });
+}
+
+// Handles that the kernel has released, and what it may still hold back.
+void bind_released(nb::class_<Engine>& type) {
+  type.def("take_released",
+           [](Engine& engine) {
+             nb::list result;
+             for (const Engine::Released& released : engine.take_released()) {
+               result.append(nb::make_tuple(released.handle, released.killed_by));
+             }
+             return result;
+           })
+      .def("requests_received",
+           [](Engine& engine) {
+             Channel* channel = engine.channel();
+             return channel == nullptr ? 0 : channel->statistics().received.load();
+           })
+      .def(
+          "has_received",
+          [](Engine& engine, uint64_t requests) {
+            Channel* channel = engine.channel();
+            return channel == nullptr || channel->has_received(requests);
+          },
+          nb::arg("requests"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 // What a process that died has left in the arena.
@@ -433,6 +449,7 @@ NB_MODULE(_native, module) {
   bind_catalog(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
+  bind_released(type);
   bind_plane(type);
   bind_takeover(type);
   bind_open(module);

@@ -334,7 +334,10 @@ void Channel::dispatch(Receiver& r, size_t received) {
     return;
   }
   if (refuse_condemned(request)) return;
-  if (is_answered(request.opcode())) engine_.arena().requests().taken(request.unique());
+  if (is_answered(request.opcode())) {
+    engine_.arena().requests().taken(request.unique());
+    statistics_.received.fetch_add(1, std::memory_order_relaxed);
+  }
   switch (request.opcode()) {
     case FUSE_WRITE:
       r.expecting = true;

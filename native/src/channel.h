@@ -61,6 +61,7 @@ class LandingPool {
 };
 
 struct ChannelStatistics {
+  std::atomic<uint64_t> received{0};  // requests that are answered, whoever does it
   std::atomic<uint64_t> writes{0};
   std::atomic<uint64_t> write_bytes{0};
   std::atomic<uint64_t> writes_in_place{0};  // received where they belong
@@ -100,6 +101,9 @@ class Channel {
   // Drops what the kernel knows of a name, present or absent.
   void invalidate_name(uint64_t directory, std::string name) EXCLUDES(notify_mutex_);
   const ChannelStatistics& statistics() const { return statistics_; }
+  // Whether the engine has been told of every RELEASE that the kernel was asked for before now, or
+  // so many requests have come that they must be among these.
+  bool has_received(uint64_t requests) EXCLUDES(relay_mutex_);
 
  private:
   struct Stream {  // a sequence of writes that continue each other

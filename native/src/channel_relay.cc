@@ -28,6 +28,19 @@ void Channel::let_releases_pass(uint64_t before) const {
   }
 }
 
+bool Channel::has_received(uint64_t requests) {
+  {
+    const MutexLock lock(relay_mutex_);
+    if (resuming_ || one_receives_) return false;
+  }
+  // It hands them out in their order. What a thread takes now is looked at below.
+  pollfd request{fuse_fd_, POLLIN, 0};
+  const bool has_more = poll(&request, 1, 0) > 0 && (request.revents & POLLIN) != 0;
+  if (has_more && statistics_.received < requests) return false;
+  let_releases_pass();
+  return true;
+}
+
 // The request's number takes the place of the caller's pid, which pyfuse3 hands on without looking
 // at it: handlers tell by it what was done already when the kernel sends a request again.
 void Channel::relay(const FuseRequest& request) {

@@ -9,17 +9,22 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, mounted
+from fpfs.core.control import ControlClient, Flushed, Request, Verb
+from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import close_dead, crash_and_mount
 from tests.support.processes import expect_line, python_child, run, tell
+from tests.support.stopped_threads import stopped_threads
 
 SIZE = 2 * 2**20 + 777
 
@@ -153,6 +158,55 @@ def test_wait_and_flush(mount: Mount, directory: Path) -> None:
     (directory / "file").write_bytes(random_bytes(SIZE, seed=7))
     assert mount.flush().failures == ()
     assert commits(mount) > before
+
+
+@pytest.mark.parametrize("verb", [Verb.FLUSH, Verb.COMMIT])
+def test_what_was_closed_is_in_it_though_nobody_has_received_the_close(
+    fresh: Mount, verb: Verb
+) -> None:
+    """The kernel sends RELEASE behind the back of close(2), and a command comes another way.
+
+    A message keeps the file until channel threads are stopped, so that close(2) itself is answered.
+    """
+    check_fpfs("policy", "set", fresh.root, "commit=group", module="fpfs.cli.ctl")
+    group = fresh.root / "step"
+    group.mkdir()
+    ino = group.stat().st_ino
+    path = group / "model.pt"
+    path.write_bytes(b"previous")
+    fresh.flush()
+    before = commits(fresh)
+    sender, receiver = socket.socketpair()
+    with path.open("r+b") as file:
+        file.write(b"changed!")
+        file.flush()
+        socket.send_fds(sender, [b"kept"], [file.fileno()])
+    entry = fresh.entry()
+    assert entry is not None
+    with (
+        ControlClient(entry, asked=f"{verb}") as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with stopped_threads_or_skip(fresh.server_pid):
+            sender.close()
+            receiver.close()
+            asked = pool.submit(client.ask_with, Request(verb=verb, ino=ino), Flushed)
+            for _ in range(20):  # others that come later are answered meanwhile
+                fresh.status()
+            assert not asked.done()
+        assert asked.result().failures == ()
+    assert commits(fresh) == before + 1
+
+
+@contextlib.contextmanager
+def stopped_threads_or_skip(server_pid: int) -> Iterator[None]:
+    """A server that receives nothing from the kernel."""
+    with contextlib.ExitStack() as stopped:
+        try:
+            stopped.enter_context(stopped_threads(server_pid, "fpfs-channel"))
+        except PermissionError:
+            pytest.skip("users may not trace their processes here")
+        yield
 
 
 REDIRECTION = "exec 3>{path}; (echo first >&3); read line; (echo second >&3); read line; exec 3>&-"

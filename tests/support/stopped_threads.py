@@ -1,0 +1,45 @@
+"""Some threads of another process stopped, while its others go on: ptrace(2)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+WAIT_ALL = 0x40000000  # __WALL: threads, too
+
+
+class _Ask(enum.IntEnum):
+    DETACH = 17
+    SEIZE = 0x4206
+    INTERRUPT = 0x4207
+
+
+def _ptrace(ask: _Ask, thread: int) -> None:
+    if _libc.ptrace(ask, thread, None, None) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"ptrace {ask.name} of {thread}: {os.strerror(code)}")
+
+
+@contextlib.contextmanager
+def stopped_threads(pid: int, name: str) -> Iterator[None]:
+    """Stop the threads of a process whose names begin with `name`, of which there is one or more.
+
+    Raises PermissionError where the system does not let users trace their processes.
+    """
+    tasks = [Path(task) for task in os.scandir(f"/proc/{pid}/task")]
+    threads = [int(task.name) for task in tasks if (task / "comm").read_text().startswith(name)]
+    assert threads, f"process {pid} has no thread {name}"
+    with contextlib.ExitStack() as stopped:
+        for thread in threads:
+            _ptrace(_Ask.SEIZE, thread)
+            stopped.callback(_ptrace, _Ask.DETACH, thread)
+            _ptrace(_Ask.INTERRUPT, thread)
+            os.waitpid(thread, WAIT_ALL)
+        yield
