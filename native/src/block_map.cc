@@ -56,9 +56,10 @@ bool continues(const Extent& left, const Extent& right) {
 
 void BlockMap::touch(uint64_t block, uint64_t count) {
   if (count == 0) return;
-  const auto last = static_cast<uint32_t>((block + count - 1) / kSegmentBlocks);
-  for (auto index = static_cast<uint32_t>(block / kSegmentBlocks); index <= last; ++index) {
-    changed_.insert(index);
+  const uint64_t last = (block + count - 1) / kSegmentBlocks;
+  // Wider than an index: the last one that there can be must end it.
+  for (uint64_t index = block / kSegmentBlocks; index <= last; ++index) {
+    changed_.insert(static_cast<uint32_t>(index));
   }
 }
 

@@ -12,13 +12,12 @@
 namespace fpfs {
 namespace {
 
-constexpr uint64_t kBlocksMax = kFileBytesMax / kBlockBytes;
 // What the catalog can hold: of inodes and of objects.
 constexpr uint64_t kNumberEnd = uint64_t{1} << 63;
 
 bool is_possible(const Extent& extent) {
-  return extent.count > 0 && extent.count <= kBlocksMax &&
-         extent.block <= kBlocksMax - extent.count && extent.place.object < kNumberEnd &&
+  return extent.count > 0 && extent.count <= kFileBlocksMax &&
+         extent.block <= kFileBlocksMax - extent.count && extent.place.object < kNumberEnd &&
          extent.place.object_block + extent.count <= UINT32_MAX;
 }
 

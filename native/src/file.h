@@ -39,6 +39,7 @@ namespace fpfs {
 inline constexpr uint64_t kInlineBytesMax = 16 * 1024;
 // What a 32-bit segment index can describe.
 inline constexpr uint64_t kFileBytesMax = (uint64_t{1} << 58) - 1;
+inline constexpr uint64_t kFileBlocksMax = kFileBytesMax / kBlockBytes + 1;  // one is not whole
 
 class Actions {
  public:

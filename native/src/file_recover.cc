@@ -103,7 +103,7 @@ void File::replay_all(const Leftover& left, bool trim) {
     const uint64_t start = staged.record.chunk * placement_.chunk_bytes;
     for (const auto& range : staged.slot->ranges.all()) note_replaced(start + range.begin);
   }
-  for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
+  for (const Extent& extent : map_.lookup(0, kFileBlocksMax)) {
     garbage_.push_back(extent);  // for now: all places ever seen
   }
   auto next = slots.begin();
@@ -211,7 +211,7 @@ void File::find_garbage() {
     add_span(spans[key], begin, begin + extent.count);
     recovered_ends_[key] = std::max(recovered_ends_[key], (begin + extent.count) * kBlockBytes);
   }
-  for (const Extent& extent : map_.lookup(0, kFileBytesMax / kBlockBytes)) {
+  for (const Extent& extent : map_.lookup(0, kFileBlocksMax)) {
     const uint64_t begin = extent.place.object_block;
     cut_span(spans[{extent.place.device, extent.place.object}], begin, begin + extent.count);
   }
