@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import enum
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
 WAIT_ALL = 0x40000000  # __WALL: threads, too
+IDLE_TIMEOUT_S = 60
 
 
 class _Ask(enum.IntEnum):
@@ -27,19 +29,31 @@ def _ptrace(ask: _Ask, thread: int) -> None:
         raise OSError(code, f"ptrace {ask.name} of {thread}: {os.strerror(code)}")
 
 
+def _wait_idle(task: Path) -> None:
+    """Return when a thread waits in epoll: stopped anywhere else it might hold a lock."""
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while "poll" not in (task / "wchan").read_text():
+        assert time.monotonic() < deadline_s, f"{task} does not wait for a request"
+        time.sleep(0.001)  # nothing tells of it
+
+
 @contextlib.contextmanager
 def stopped_threads(pid: int, name: str) -> Iterator[None]:
     """Stop the threads of a process whose names begin with `name`, of which there is one or more.
 
+    They are stopped when they wait for something to come; nothing must keep them busy.
+
     Raises PermissionError where the system does not let users trace their processes.
     """
     tasks = [Path(task) for task in os.scandir(f"/proc/{pid}/task")]
-    threads = [int(task.name) for task in tasks if (task / "comm").read_text().startswith(name)]
+    threads = [task for task in tasks if (task / "comm").read_text().startswith(name)]
     assert threads, f"process {pid} has no thread {name}"
     with contextlib.ExitStack() as stopped:
-        for thread in threads:
+        for task in threads:
+            thread = int(task.name)
             _ptrace(_Ask.SEIZE, thread)
             stopped.callback(_ptrace, _Ask.DETACH, thread)
+            _wait_idle(task)
             _ptrace(_Ask.INTERRUPT, thread)
             os.waitpid(thread, WAIT_ALL)
         yield
