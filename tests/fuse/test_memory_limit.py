@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,42 +10,16 @@ import pytest
 
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import check_fpfs, run_fpfs
-from fpfs.testing.throttle import MOUNTINFO, OWN_CGROUPS, controller_mount
+from tests.support.memory_group import limited_memory
 
 LIMIT_BYTES = 192 * 1024**2
 
 
-def memory_hierarchy() -> tuple[Path, str] | None:
-    """The folder of this process's memory cgroup, and the name of a limit's file there."""
-    groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
-    mount = controller_mount(MOUNTINFO, filesystem="cgroup", option="memory")
-    if mount is not None:
-        return mount / groups["memory"].lstrip("/"), "memory.limit_in_bytes"
-    mount = controller_mount(MOUNTINFO, filesystem="cgroup2", option=None)
-    if mount is not None:
-        return mount / groups[""].lstrip("/"), "memory.max"
-    return None
-
-
 @pytest.fixture
 def limited_group() -> Iterator[Path]:
-    """A memory cgroup of its own with a limit; skips where none can be made."""
-    hierarchy = memory_hierarchy()
-    if hierarchy is None:
-        pytest.skip("there is no memory cgroup")
-    parent, limit = hierarchy
-    group = parent / f"fpfs-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made: {error}")
-    try:
-        if not (group / limit).exists():
-            pytest.skip("the memory controller is not enabled for groups below this one's")
-        (group / limit).write_text(str(LIMIT_BYTES))
+    """A memory cgroup with less than a server may be asked to take."""
+    with limited_memory(LIMIT_BYTES) as group:
         yield group
-    finally:
-        group.rmdir()
 
 
 def in_group(group: Path) -> tuple[str, ...]:
