@@ -25,7 +25,9 @@ pytestmark = pytest.mark.clients
 
 TENSORS = 48
 TENSOR_BYTES = 4 * 2**20
-MIDDLE_BYTES = range(TENSOR_BYTES, TENSORS * TENSOR_BYTES)
+TORN_BYTES = range(TENSOR_BYTES, TENSORS * TENSOR_BYTES)
+# What it writes when it goes on, until it looks for signals, is not the end either.
+MIDDLE_BYTES = range(TENSOR_BYTES, (TENSORS - 2) * TENSOR_BYTES)
 LIMIT_BYTES = 1024 * 2**20
 TIMEOUT_S = 120
 
@@ -44,8 +46,8 @@ while True:
     for tensor in state.values():
         tensor.fill_(step)
     torch.save(state, sys.argv[1])
+    print("saved", step, flush=True)
     if step == 0:
-        print("saved", flush=True)
         sys.stdin.readline()
     step += 1
 """
@@ -69,7 +71,7 @@ def saving(path: Path, *, group: Path | None = None) -> Iterator[subprocess.Pope
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         try:
-            expect_line(program, "saved")
+            expect_line(program, "saved 0")
             yield program
         finally:
             program.kill()
@@ -101,12 +103,18 @@ def step_of(path: Path) -> int:
     return step
 
 
-def check_what_is_left(mount: Mount, path: Path) -> None:
+def last_saved(program: subprocess.Popen[str]) -> int:
+    """The last step that it said it saved, when it has ended."""
+    assert program.stdout is not None
+    return int(("saved 0", *program.stdout.read().splitlines())[-1].removeprefix("saved "))
+
+
+def check_what_is_left(mount: Mount, path: Path, *, last: int) -> None:
     """The checkpoint before is current and whole, and the torn one is named where it should be."""
     mount.flush()
-    assert step_of(path) >= 0
+    assert step_of(path) == last
     (torn,) = (mount.root / ".fpfs/partial").iterdir()
-    assert torn.stat().st_size in MIDDLE_BYTES
+    assert torn.stat().st_size in TORN_BYTES
     with pytest.raises(RuntimeError, match="zip archive"):
         torch.load(torn)
     (partial,) = mount.status().partials
@@ -122,7 +130,8 @@ def test_a_signal_in_the_middle_leaves_the_checkpoint_before(own: Mount, number:
         program.send_signal(number)
         program.send_signal(signal.SIGCONT)
         assert program.wait(TIMEOUT_S) == -number
-    check_what_is_left(own, path)
+        last = last_saved(program)
+    check_what_is_left(own, path, last=last)
     assert own.status().partials[0].killed_by == signal.Signals(number).name
 
 
@@ -135,7 +144,8 @@ def test_the_oom_killer_in_the_middle_leaves_the_checkpoint_before(own: Mount) -
         assert program.wait(TIMEOUT_S) == -signal.SIGKILL
         kills = [line for line in oom_events(group) if line.startswith("oom_kill ")]
         assert kills == ["oom_kill 1"]
-    check_what_is_left(own, path)
+        last = last_saved(program)
+    check_what_is_left(own, path, last=last)
 
 
 def oom_events(group: Path) -> list[str]:
