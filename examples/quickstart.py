@@ -23,8 +23,9 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.mounts import mount_at
+from fpfs.core.questions import WaitDurable
 from fpfs.core.units import format_rate, format_size
 
 DEVICES = 4
@@ -141,7 +142,7 @@ class Demonstration:
             torch.save(state, self.checkpoint)
             returned_s = time.perf_counter() - started
             with connection(self.checkpoint) as client:
-                client.ask(Verb.WAIT, Flushed, ino=self.checkpoint.stat().st_ino)
+                client.ask(WaitDurable(ino=self.checkpoint.stat().st_ino))
             durable_s = time.perf_counter() - started
             size_bytes = self.checkpoint.stat().st_size
             table.add_row(

@@ -18,9 +18,11 @@ from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
-from fpfs.core.control import ControlClient, Flushed, Renewing, Status, Verb, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
+from fpfs.core.questions import AskStatus, FlushAll, RestartServer, WaitDurable
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import Status
 from fpfs.core.units import format_size, parse_size_bytes
 
 STATUS_TIMEOUT_S = 60.0
@@ -74,7 +76,7 @@ def status(
     check_timeout(timeout)
     asked = f"status of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+        found = client.ask(AskStatus(), timeout_s=timeout)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found).decode(), indent=2) + "\n")
     else:
@@ -162,7 +164,7 @@ def wait(path: str, /, *, timeout: float | None = None) -> int:
             raise Refused(
                 asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
             ) from None
-        return show_failures(client.ask(Verb.WAIT, Flushed, ino=ino, timeout_s=timeout))
+        return show_failures(client.ask(WaitDurable(ino=ino), timeout_s=timeout))
 
 
 @app.command
@@ -181,11 +183,11 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
     asked = f"restart of {mountpoint}"
     entry = find_fpfs(mountpoint, asked=asked)
     with ControlClient(entry, asked=asked) as client:
-        before = client.ask(Verb.STATUS, Status, timeout_s=timeout)
-        client.ask(Verb.RESTART, Renewing, timeout_s=timeout)
+        before = client.ask(AskStatus(), timeout_s=timeout)
+        client.ask(RestartServer(), timeout_s=timeout)
         client.wait_for_exit(timeout_s=timeout)
     with ControlClient(entry, asked=asked) as client:
-        after = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+        after = client.ask(AskStatus(), timeout_s=timeout)
     sys.stdout.write(
         f"{before.mountpoint}: server {before.server_pid} (fpfs {before.version})"
         f" was replaced by {after.server_pid} (fpfs {after.version})\n"
@@ -207,7 +209,7 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     check_timeout(timeout)
     asked = f"flush of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        return show_failures(client.ask(Verb.FLUSH, Flushed, timeout_s=timeout))
+        return show_failures(client.ask(FlushAll(), timeout_s=timeout))
 
 
 @app.command
@@ -256,7 +258,7 @@ def recovery(
     check_timeout(timeout)
     asked = f"recovery of {mountpoint}"
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        found = client.ask(Verb.STATUS, Status, timeout_s=timeout)
+        found = client.ask(AskStatus(), timeout_s=timeout)
     if json:
         text = msgspec.json.encode(found.recovery).decode()
         sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")

@@ -10,9 +10,10 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 from fpfs.cli.show import open_console
-from fpfs.core.control import ControlClient, PolicyChange, PolicyShown, Request, Verb, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.directory_policy import check_key, parse
 from fpfs.core.paths import inode_of_directory, show_text
+from fpfs.core.questions import ChangePolicy, PolicyChange
 from fpfs.core.refusal import Refused
 
 app = App(name="policy", help="Show and change what holds in a directory and below it.")
@@ -82,10 +83,8 @@ def unset(directory: str, /, *keys: str, json: Json = False) -> int:
 def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> int:
     entry = find_fpfs(directory, asked=asked)
     with ControlClient(entry, asked=asked) as client:
-        request = Request(
-            verb=Verb.POLICY, ino=inode_of_directory(directory, asked=asked), policy=change
-        )
-        shown = client.ask_with(request, PolicyShown)
+        ino = inode_of_directory(directory, asked=asked)
+        shown = client.ask(ChangePolicy(ino=ino, change=change))
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
         return 0

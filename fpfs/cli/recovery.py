@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from fpfs.core.control import RecoveryStatus, Status
+from fpfs.core.reports import RecoveryStatus, Status
 
 
 def describe_recovery(status: Status) -> Iterator[str]:

@@ -13,19 +13,13 @@ import msgspec
 from rich.console import Console
 
 from fpfs.cli.show import byte_progress
-from fpfs.core.control import (
-    ControlClient,
-    DamagedContent,
-    Scrubbed,
-    ScrubCursor,
-    ScrubStep,
-    Verb,
-    find_fpfs,
-)
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.mounts import MountEntry
 from fpfs.core.paths import show_text
+from fpfs.core.questions import ScrubNext, ScrubStep
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import DamagedContent, Scrubbed, ScrubCursor
 from fpfs.core.units import format_size
 
 STEP_BYTES_MAX = 32 * 1024 * 1024
@@ -154,7 +148,7 @@ class _Steps:
             while cursor is not None:
                 self._pace.done(bytes_before)
                 step = ScrubStep(cursor=cursor, bytes_max=self._pace.step_bytes)
-                done = self._client.ask(Verb.SCRUB, Scrubbed, ino=ino, scrub=step)
+                done = self._client.ask(ScrubNext(ino=ino, step=step))
                 cursor, bytes_before = done.cursor, done.bytes_checked
                 yield done
 

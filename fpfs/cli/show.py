@@ -28,10 +28,10 @@ from rich.progress import (
 )
 
 from fpfs.cli.entry import EXIT_INTERRUPTED
-from fpfs.core.control import Flushed
 from fpfs.core.fsck import EXIT_NOT_CHECKED
 from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import Flushed
 
 PIPE_COLUMNS = 100_000
 EXIT_NOT_WRITTEN = 1

@@ -12,9 +12,11 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from fpfs.cli.show import open_console
-from fpfs.core.control import ControlClient, Request, Verb, VersionsShown, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
+from fpfs.core.questions import ListVersions, RestoreVersion
 from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.core.reports import VersionsShown
 from fpfs.core.units import format_size
 
 Json = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -31,7 +33,7 @@ def versions(path: str, /, *, json: Json = False) -> int:
     json
         Print them as JSON; sizes in bytes, times in seconds since 1970.
     """
-    shown = _ask(Verb.VERSIONS, path, asked=f"versions of {path}")
+    shown = _ask(path, asked=f"versions of {path}")
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
         return 0
@@ -68,7 +70,7 @@ def restore(version: str, /) -> int:
             wrong="this names no version",
             remedy="write PATH@NUMBER, as fpfs-ctl versions PATH shows it",
         )
-    shown = _ask(Verb.RESTORE, path, asked=asked, number=int(number))
+    shown = _ask(path, asked=asked, restored=int(number))
     last = shown.versions[-1].number if shown.versions else 0
     name = os.path.basename(path)
     rest = f"; what it held is {name}@{last}" if last else ""
@@ -76,7 +78,8 @@ def restore(version: str, /) -> int:
     return 0
 
 
-def _ask(verb: Verb, path: str, *, asked: str, number: int = 0) -> VersionsShown:
+def _ask(path: str, *, asked: str, restored: int | None = None) -> VersionsShown:
+    """Ask for the former contents of a name, with one of them `restored` if one is named."""
     refuse_empty(path, what="path", asked=asked)
     entry = find_fpfs(path, asked=asked)
     directory, name = os.path.split(path)
@@ -93,8 +96,9 @@ def _ask(verb: Verb, path: str, *, asked: str, number: int = 0) -> VersionsShown
             raise Refused(
                 asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
             ) from None
-        request = Request(verb=verb, ino=ino, name=os.fsencode(name), number=number)
-        return client.ask_with(request, VersionsShown)
+        if restored is None:
+            return client.ask(ListVersions(directory=ino, name=os.fsencode(name)))
+        return client.ask(RestoreVersion(directory=ino, name=os.fsencode(name), number=restored))
 
 
 def _when(time_unix_s: float) -> str:

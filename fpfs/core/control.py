@@ -10,8 +10,6 @@ Concurrency: a `ControlClient` belongs to one thread; its calls block.
 from __future__ import annotations
 
 import contextlib
-import enum
-import errno
 import glob
 import math
 import os
@@ -20,281 +18,31 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from fpfs.core.mounts import MountEntry, mount_at, mount_containing
+from fpfs.core.questions import PROTOCOL_VERSION, Answer, Question, WaitDurable
 from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.core.reports import Flushed
 
-PROTOCOL_VERSION = 1
 LINE_BYTES_MAX = 16 * 1024 * 1024
 """A longer line is refused: nothing that is told is as large."""
 
-
-class Verb(enum.StrEnum):
-    """What can be asked of a server."""
-
-    STATUS = "status"
-    """Reply: `Status`."""
-    WAIT = "wait"
-    """Wait until the inode `ino` is durable. Reply: `Flushed`."""
-    FLUSH = "flush"
-    """Make everything durable. Reply: `Flushed`."""
-    RESTART = "restart"
-    """Go on with the program that is installed by now. Reply: `Renewing`, before the server makes
-    room for the next one."""
-    SCRUB = "scrub"
-    """Look at some of the inode `ino`, or of all (0), as `scrub` says. Reply: `Scrubbed`."""
-    POLICY = "policy"
-    """Change the policy of the directory `ino` as `policy` says. Reply: `PolicyShown`."""
-    VERSIONS = "versions"
-    """List the former contents of `name` in the directory `ino`. Reply: `VersionsShown`."""
-    RESTORE = "restore"
-    """Make the former content `number` of `name` in the directory `ino` the present one, durably.
-    Reply: `VersionsShown`."""
-    COMMIT = "commit"
-    """Commit the group that the directory `ino` is, durably. Reply: `Flushed`."""
-    END = "end"
-    """Wait until the server ends. Reply: `Flushed`, when nothing more can be lost or saved."""
-
-
-ASKED_AGAIN = frozenset(
-    {Verb.STATUS, Verb.WAIT, Verb.FLUSH, Verb.SCRUB, Verb.END, Verb.POLICY, Verb.VERSIONS}
-)
-"""What comes to the same when it is asked twice: a client asks the next server where one ends
-without an answer."""
-
-ANSWERED_BY_THE_END = frozenset({Verb.WAIT, Verb.FLUSH, Verb.END})
-"""What has come true when a mount has ended in good order, but for failures that it left."""
 
 SERVERS_MAX = 5
 """Servers that may end while they work on one request."""
 
 
-class ScrubStage(enum.StrEnum):
-    """What a scrub looks at: first at contents in the catalog, then at those on devices."""
-
-    INLINE = "inline"
-    SEGMENTS = "segments"
-
-
-class ScrubCursor(msgspec.Struct, kw_only=True, frozen=True):
-    """Where a scrub goes on: a block of a layout segment of an inode."""
-
-    stage: ScrubStage = ScrubStage.INLINE
-    ino: int = 0
-    segment: int = 0
-    block: int = 0
-
-
-class ScrubStep(msgspec.Struct, kw_only=True, frozen=True):
-    """What to look at next: from a cursor on, reading at most `bytes_max` from the devices."""
-
-    cursor: ScrubCursor = ScrubCursor()
-    bytes_max: int = 0
-
-
-class PolicyChange(msgspec.Struct, kw_only=True, frozen=True):
-    """What to set for a directory, and which settings of its own it is to lose."""
-
-    values: Mapping[str, str] = {}
-    unset: tuple[str, ...] = ()
-
-
-class Request(msgspec.Struct, kw_only=True, frozen=True):
-    """One line to the server."""
-
-    verb: Verb
-    ino: int = 0
-    scrub: ScrubStep = ScrubStep()
-    policy: PolicyChange = PolicyChange()
-    name: bytes = b""
-    number: int = 0
-    version: int = PROTOCOL_VERSION
-
-
 class Reply(msgspec.Struct, kw_only=True, frozen=True):
-    """One line from the server: `error` in words, or a `result` that the verb defines."""
+    """One line from the server: `error` in words, or a `result`, which the question defines."""
 
     error: str = ""
     result: msgspec.Raw = msgspec.Raw(b"null")
     version: int = PROTOCOL_VERSION
-
-
-class Failure(msgspec.Struct, kw_only=True, frozen=True):
-    """A file whose last version could not be kept; its previous version stays."""
-
-    ino: int
-    errno: int
-    message: str
-
-
-class Flushed(msgspec.Struct, kw_only=True, frozen=True):
-    """Everything that was asked for is durable, but for the `failures`."""
-
-    failures: tuple[Failure, ...] = ()
-
-
-class Renewing(msgspec.Struct, kw_only=True, frozen=True):
-    """The server makes room for a program of this version."""
-
-    version: str
-
-
-class PolicySetting(msgspec.Struct, kw_only=True, frozen=True):
-    """What holds in a directory. `set_at` is the directory that it was set for.
-
-    It is a path from the mountpoint, and empty for a default.
-    """
-
-    key: str
-    value: str
-    is_default: bool
-    set_at: str
-
-
-class PolicyShown(msgspec.Struct, kw_only=True, frozen=True):
-    """All settings that hold in a directory."""
-
-    settings: tuple[PolicySetting, ...]
-
-
-class FormerVersion(msgspec.Struct, kw_only=True, frozen=True):
-    """A former content of a name; `path` is where it can be read, from the mountpoint.
-
-    `time_unix_s` is when it was last written, `replaced_unix_s` when another took its place.
-    """
-
-    number: int
-    size: int
-    time_unix_s: float
-    replaced_unix_s: float
-    path: str
-
-
-class VersionsShown(msgspec.Struct, kw_only=True, frozen=True):
-    """The former contents of a name that are kept, the oldest first."""
-
-    versions: tuple[FormerVersion, ...]
-
-
-class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):
-    """A part of a file, `size_bytes` long, that is not what was written there; `error` says why.
-
-    `path` starts at the mountpoint; it is empty for a file without a name. What is damaged in the
-    catalog lies on no device (-1), and in no object.
-    """
-
-    ino: int
-    path: str = ""
-    offset_bytes: int = 0
-    size_bytes: int = 0
-    device: int = -1
-    device_path: str = ""
-    object: str = ""
-    object_block: int = 0
-    errno: int = errno.EIO
-    error: str = ""
-
-
-class Scrubbed(msgspec.Struct, kw_only=True, frozen=True):
-    """What a step of a scrub came to. `cursor` says where to go on; without one it is over.
-
-    `bytes_unverified` were written without checksums and are not looked at. `bytes_total` is what
-    there is to look at, in the first reply of a scrub of all files.
-    """
-
-    bytes_checked: int
-    bytes_unverified: int
-    bytes_total: int
-    damage: tuple[DamagedContent, ...]
-    cursor: ScrubCursor | None
-
-
-class DeviceState(enum.StrEnum):
-    """How a device does."""
-
-    OK = "ok"
-    DAMAGED = "damaged"
-    """Something on it could not be read, or was not what was written there."""
-    FAILED = "failed"
-    """It refused what must not fail, or cannot be looked at: new chunks avoid it."""
-    MISSING = "missing"
-    """The mount does without it."""
-
-
-class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """One device directory. `bytes_used` is what its objects take; the rest is its filesystem's."""
-
-    number: int
-    path: str
-    bytes_used: int
-    bytes_free: int
-    bytes_total: int
-    bytes_written: int
-    bytes_read: int
-    requests_in_flight: int
-    backend: str
-    direct: bool
-    checksum_errors: int = 0
-    """How often a block was found not to be what was written there, since the server started."""
-    read_errors: int = 0
-    """How often it did not deliver what was to be read, since the server started."""
-    state: DeviceState = DeviceState.OK
-    error: str = ""
-    """What is wrong with it; its other figures may be missing (0) then."""
-
-
-class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The staging arena. `bytes_used` are slots with acknowledged bytes, and one kept ready."""
-
-    bytes_used: int
-    bytes_total: int
-    pinned: bool
-
-
-class CommitStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """Versions that wait to become current, and what was done since the mount."""
-
-    pending: int
-    committed: int
-    transactions: int
-    failures: tuple[Failure, ...]
-
-
-class CatalogCopyStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """One copy of the catalog. `trouble` says why it is out of service, if it is."""
-
-    path: str
-    trouble: str = ""
-
-
-class CatalogStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The catalog's copies, of which `copies_in_service` hold everything."""
-
-    copies_in_service: int
-    copies: tuple[CatalogCopyStatus, ...]
-
-
-class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """What the server found and did when it began.
-
-    `catalog` says, in words, which copies of the catalog were made anew. `inodes_deleted` had no
-    name any more. `objects_removed` were of no version; they are looked for in the background,
-    until which it is None.
-    """
-
-    catalog: tuple[str, ...] = ()
-    handles_taken_over: int = 0
-    files_taken_over: int = 0
-    files_lost: int = 0
-    """Files whose changes were lost with a damaged staging arena; versions before stay."""
-    inodes_deleted: int = 0
-    objects_removed: int | None = 0
 
 
 RESTART_S = 30
@@ -304,50 +52,6 @@ CONNECT_AGAIN_S = 0.05
 
 TIMEOUT_S_MIN = 0.001
 """A socket with a timeout of 0 does not wait at all, nor say that it timed out."""
-
-
-class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
-
-    path: str
-    name: str
-    killed_by: str
-    time_unix_s: float
-    size: int
-
-
-class UncommittedStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """A group that is not committed: its path, and its name in .fpfs/uncommitted once it is there.
-
-    `time_unix_s` is when it was made, or taken away after a crash.
-    """
-
-    path: str
-    name: str
-    time_unix_s: float
-
-
-class Status(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
-
-    version: str
-    server_pid: int
-    keeper_pid: int
-    restarts: int
-    filesystem_id: str
-    mountpoint: str
-    started_unix_s: float
-    ack: str
-    chunk_bytes: int
-    log: str
-    devices: tuple[DeviceStatus, ...]
-    staging: StagingStatus
-    commit: CommitStatus
-    partials: tuple[PartialStatus, ...]
-    uncommitted: tuple[UncommittedStatus, ...]
-    catalog: CatalogStatus
-    recovery: RecoveryStatus
-    channel: Mapping[str, int]
 
 
 def socket_path(device: str, *, folder: str, pid: int) -> str:
@@ -385,11 +89,11 @@ def _read_outcome(path: str, *, owner_uid: int) -> Flushed | None:
         return None
 
 
-def reply_at_end(request: Request, final: Flushed) -> Reply:
+def reply_at_end(question: Question[Any], final: Flushed) -> Reply:
     """What the end left; who waits for one file is not told of others."""
-    if request.verb is Verb.WAIT:
+    if isinstance(question, WaitDurable):
         for failure in final.failures:
-            if failure.ino in (0, request.ino):
+            if failure.ino in (0, question.ino):
                 return Reply(error=failure.message)
         final = Flushed()
     return Reply(result=msgspec.Raw(msgspec.json.encode(final)))
@@ -491,7 +195,7 @@ class ControlClient:
         self._asked = asked
         self._entry = entry
         self._mountpoint = entry.mountpoint
-        self._request: Request | None = None
+        self._question: Question[Any] | None = None
         self._path: str | None = None
         """Where the first server listened, and so will the next ones. What else has the mount's
         device number by then is another mount."""
@@ -537,40 +241,25 @@ class ControlClient:
             return None
         return connection
 
-    def ask(
-        self,
-        verb: Verb,
-        kind: type[Result],
-        *,
-        ino: int = 0,
-        scrub: ScrubStep | None = None,
-        timeout_s: float | None = None,
-    ) -> Result:
-        """Send a request and wait for its result.
+    def ask(self, question: Question[Answer], *, timeout_s: float | None = None) -> Answer:
+        """Send a question and wait for its answer.
 
         Raises `Refused` with the server's words, on timeout, and when the mount ends without a
-        reply. A server that dies is none to give up for: what is in `ASKED_AGAIN` the next one is
+        reply. A server that dies is none to give up for: what is `asked_again` the next one is
         asked.
         """
-        self.send(verb, ino=ino, scrub=scrub)
-        return self.receive(kind, timeout_s=timeout_s)
+        self.send(question)
+        answer: Answer = self.receive(question.answer, timeout_s=timeout_s)
+        return answer
 
-    def ask_with(
-        self, request: Request, kind: type[Result], *, timeout_s: float | None = None
-    ) -> Result:
-        """Send a request that has more to say and wait for its result. Raises as `ask` does."""
-        self._request = request
-        self._send(request)
-        return self.receive(kind, timeout_s=timeout_s)
+    def send(self, question: Question[Any]) -> None:
+        """Send a question without waiting; `receive` gets its answer, or learns that it failed."""
+        self._question = question
+        self._send(question)
 
-    def send(self, verb: Verb, *, ino: int = 0, scrub: ScrubStep | None = None) -> None:
-        """Send a request without waiting; `receive` gets its result, or learns that it failed."""
-        self._request = Request(verb=verb, ino=ino, scrub=scrub or ScrubStep())
-        self._send(self._request)
-
-    def _send(self, request: Request) -> None:
+    def _send(self, question: Question[Any]) -> None:
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(msgspec.json.encode(request) + b"\n")
+            self._socket.sendall(msgspec.json.encode(question) + b"\n")
 
     def receive(self, kind: type[Result], *, timeout_s: float | None = None) -> Result:
         """Wait for the result of what was sent. Raises as `ask` does.
@@ -591,11 +280,11 @@ class ControlClient:
 
     def _left_reply(self) -> Reply | None:
         """The reply that the end of the mount is to what was asked, if that ended in good order."""
-        if self._request is None or self._request.verb not in ANSWERED_BY_THE_END or self.is_kept:
+        if self._question is None or not self._question.ended_well or self.is_kept:
             return None
         assert self._path is not None
         final = _read_outcome(self._path, owner_uid=self._entry.owner_uid)
-        return None if final is None else reply_at_end(self._request, final)
+        return None if final is None else reply_at_end(self._question, final)
 
     @property
     def is_kept(self) -> bool:
@@ -604,7 +293,7 @@ class ControlClient:
 
     def _ask_next(self, deadline_s: float) -> bool:
         """Ask the next server again; False where there is none, or it must not be."""
-        if self._request is None or self._request.verb not in ASKED_AGAIN:
+        if self._question is None or not self._question.asked_again:
             return False
         restart_s = time.monotonic() + RESTART_S
         try:
@@ -613,7 +302,7 @@ class ControlClient:
             return False
         self.close()
         self._use(connection)
-        self._send(self._request)
+        self._send(self._question)
         return True
 
     def _receive(self, kind: type[Result], timeout_s: float | None, *, deadline_s: float) -> Result:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fpfs.core.control import ControlClient, Flushed, Request, Verb, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory
+from fpfs.core.questions import CommitGroup
 
 
 def commit_group(directory: str, *, timeout_s: float | None = None) -> None:
@@ -16,5 +17,5 @@ def commit_group(directory: str, *, timeout_s: float | None = None) -> None:
     entry = find_fpfs(directory, asked=asked)
     with ControlClient(entry, asked=asked) as client:
         # Found out when connected: what a server that died left answers ENOTCONN to stat.
-        request = Request(verb=Verb.COMMIT, ino=inode_of_directory(directory, asked=asked))
-        client.ask_with(request, Flushed, timeout_s=timeout_s)
+        ino = inode_of_directory(directory, asked=asked)
+        client.ask(CommitGroup(ino=ino), timeout_s=timeout_s)

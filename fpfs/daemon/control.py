@@ -2,7 +2,7 @@
 
 Invariants:
   * Only root, the server's user and, on a mount that is open to others, others are answered; what
-    `OWNERS_VERBS` has only for the first two.
+    is the `owners`' question only for the first two.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
     newest belongs to the mount that has the number now.
   * A request that fails, whatever the reason, ends neither the mount nor the server.
@@ -19,77 +19,43 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
 import trio
 
-from fpfs.core.control import (
-    LINE_BYTES_MAX,
+from fpfs.core.control import LINE_BYTES_MAX, Reply, outcome_path, peer, reply_at_end
+from fpfs.core.questions import (
     PROTOCOL_VERSION,
-    Flushed,
-    PolicyChange,
-    PolicyShown,
-    Renewing,
-    Reply,
-    Request,
-    Scrubbed,
-    ScrubStep,
-    Status,
-    Verb,
-    VersionsShown,
-    outcome_path,
-    peer,
-    reply_at_end,
+    AnyQuestion,
+    AnyVersion,
+    Question,
+    WaitForEnd,
 )
+from fpfs.core.reports import Flushed, Renewing
 
 _log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 64 * 1024
 assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
 
-OWNERS_VERBS = (Verb.SCRUB, Verb.RESTART, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE, Verb.COMMIT)
-"""What others may not ask for: it names files that they may not see, or changes the mount."""
+_QUESTIONS = msgspec.json.Decoder(AnyQuestion)
+_VERSION = msgspec.json.Decoder(AnyVersion)
 
-NOT_AFTER_THE_END = (Verb.STATUS, Verb.SCRUB, Verb.POLICY, Verb.VERSIONS, Verb.RESTORE, Verb.COMMIT)
-"""What a mount that has ended cannot answer; for the rest all that is asked for has come true."""
-
-
-Answer: TypeAlias = Status | Flushed | Scrubbed | Renewing | PolicyShown | VersionsShown
+Handler: TypeAlias = Callable[[Any], Awaitable[msgspec.Struct]]
+"""Answers one kind of question. OSError when what is asked for cannot be."""
 
 
 class Controlled(Protocol):
     """What the protocol drives: the server of a mount."""
 
-    async def status(self) -> Status:
-        """Figures of now."""
-
-    async def wait_durable(self, ino: int) -> Flushed:
-        """Return when an inode is durable. OSError when its bytes could not be kept."""
-
-    async def flush(self) -> Flushed:
-        """Return when everything is durable."""
-
-    async def prepare_renewal(self) -> Renewing:
-        """Return when the next server could start. OSError when it could not."""
+    @property
+    def handlers(self) -> Mapping[type[Question[Any]], Handler]:
+        """Who answers each question, but `WaitForEnd`."""
 
     def renew(self) -> NoReturn:
         """Make room for the next server."""
-
-    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
-        """Look at some of the contents of an inode, or of all (0)."""
-
-    async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
-        """Set and unset for a directory; return what holds there then."""
-
-    async def commit_group(self, ino: int) -> Flushed:
-        """Commit a directory as a whole. OSError when that cannot be."""
-
-    async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
-        """Return what is kept of the former contents of a name."""
-
-    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
-        """Make a former content of a name the present one. OSError when there is none."""
 
 
 class ControlServer:
@@ -195,28 +161,29 @@ class ControlServer:
 
     async def _answer(self, stream: trio.SocketStream, line: bytes, *, is_owner: bool) -> None:
         try:
-            request = msgspec.json.decode(line, type=Request)
-        except msgspec.MsgspecError as error:
+            version = _VERSION.decode(line).version
+            if version != PROTOCOL_VERSION:
+                wrong = f"the server speaks version {PROTOCOL_VERSION}, not {version}"
+                await self._send(stream, Reply(error=wrong))
+                return
+            question = _QUESTIONS.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
             await self._send(stream, Reply(error=f"the request cannot be read ({error})"))
             return
-        if request.version != PROTOCOL_VERSION:
-            wrong = f"the server speaks version {PROTOCOL_VERSION}, not {request.version}"
+        if question.owners and not is_owner:
+            wrong = f"only root and the mount's owner may {question.verb()} it"
             await self._send(stream, Reply(error=wrong))
             return
-        if request.verb in OWNERS_VERBS and not is_owner:
-            wrong = f"only root and the mount's owner may {request.verb} it"
-            await self._send(stream, Reply(error=wrong))
-            return
-        if request.verb is Verb.END:
-            await self._answer_end(stream, request)
+        if isinstance(question, WaitForEnd):
+            await self._answer_end(stream, question)
             return
         try:
-            result = await self._unless_ended(request)
+            result = await self._unless_ended(question)
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
             return
         except Exception as error:  # noqa: BLE001 (programs that use the mount are not to feel it)
-            _log.exception("a request to %s failed", request.verb)
+            _log.exception("a request to %s failed", question.verb())
             wrong = f"the server failed at it ({type(error).__name__}: {error})"
             await self._send(stream, Reply(error=wrong))
             return
@@ -224,19 +191,19 @@ class ControlServer:
             await self._send(stream, _reply(result))
             if isinstance(result, Renewing):
                 self._controlled.renew()
-        elif request.verb in NOT_AFTER_THE_END:
-            await self._send(stream, Reply(error="the mount has ended"))
+        elif question.ended_well:
+            await self._answer_end(stream, question)
         else:
-            await self._answer_end(stream, request)
+            await self._send(stream, Reply(error="the mount has ended"))
 
-    async def _unless_ended(self, request: Request) -> Answer | None:
-        """The result of a request, or None when there is no server to ask any more."""
-        result: Answer | None = None
+    async def _unless_ended(self, question: Question[Any]) -> msgspec.Struct | None:
+        """The result of a question, or None when there is no server to ask any more."""
+        result: msgspec.Struct | None = None
         if not self._refusing:
             with trio.CancelScope() as scope:
                 self._requests.add(scope)
                 try:
-                    result = await self._result(request)
+                    result = await self._controlled.handlers[type(question)](question)
                 finally:
                     self._request_ended(scope)
         return result
@@ -246,35 +213,14 @@ class ControlServer:
         if self._refusing and not self._requests:
             self._requests_ended.set()
 
-    async def _result(self, request: Request) -> Answer:
-        match request.verb:
-            case Verb.STATUS:
-                return await self._controlled.status()
-            case Verb.WAIT:
-                return await self._controlled.wait_durable(request.ino)
-            case Verb.RESTART:
-                return await self._controlled.prepare_renewal()
-            case Verb.SCRUB:
-                return await self._controlled.scrub(request.scrub, ino=request.ino)
-            case Verb.POLICY:
-                return await self._controlled.change_policy(request.ino, request.policy)
-            case Verb.COMMIT:
-                return await self._controlled.commit_group(request.ino)
-            case Verb.VERSIONS:
-                return await self._controlled.list_versions(request.ino, request.name)
-            case Verb.RESTORE:
-                return await self._controlled.restore(request.ino, request.name, request.number)
-            case _:
-                return await self._controlled.flush()
-
-    async def _answer_end(self, stream: trio.SocketStream, request: Request) -> None:
+    async def _answer_end(self, stream: trio.SocketStream, question: Question[Any]) -> None:
         """Answer with what the end left: all is durable then, but for the failures."""
         if not self._waiting_for_end:
             self._told_everybody = trio.Event()
         self._waiting_for_end += 1
         try:
             await self._ended.wait()
-            await self._send(stream, reply_at_end(request, self._final))
+            await self._send(stream, reply_at_end(question, self._final))
         finally:
             self._waiting_for_end -= 1
             if not self._waiting_for_end:
@@ -284,5 +230,5 @@ class ControlServer:
         await stream.send_all(msgspec.json.encode(reply) + b"\n")
 
 
-def _reply(result: Answer) -> Reply:
+def _reply(result: msgspec.Struct) -> Reply:
     return Reply(result=msgspec.Raw(msgspec.json.encode(result)))

@@ -8,32 +8,37 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import trio
 
 import fpfs
-from fpfs.core.control import (
-    Failure,
-    Flushed,
-    RecoveryStatus,
-    Renewing,
-    Scrubbed,
-    ScrubStep,
-    Status,
+from fpfs.core.questions import (
+    AskStatus,
+    ChangePolicy,
+    CommitGroup,
+    FlushAll,
+    ListVersions,
+    Question,
+    RestartServer,
+    RestoreVersion,
+    ScrubNext,
+    WaitDurable,
 )
+from fpfs.core.reports import Failure, Flushed, RecoveryStatus, Renewing, Scrubbed, Status
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.scrub import Scrub
 
 if TYPE_CHECKING:
-    from fpfs.core.control import PolicyChange, PolicyShown, VersionsShown
     from fpfs.core.engine import Engine
+    from fpfs.core.reports import PolicyShown, VersionsShown
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
+    from fpfs.daemon.control import Handler
     from fpfs.daemon.devices import DeviceSet
     from fpfs.daemon.groups import Groups
     from fpfs.daemon.keeper import KeeperLink
@@ -79,6 +84,17 @@ class ControlledServer:
         self._link = link
         self._restarts = restarts
         self._recovery = RecoveryStatus()
+        self._handlers: Mapping[type[Question[Any]], Handler] = {
+            AskStatus: self.status,
+            WaitDurable: self.wait_durable,
+            FlushAll: self.flush,
+            RestartServer: self.prepare_renewal,
+            ScrubNext: self.scrub,
+            ChangePolicy: self.change_policy,
+            ListVersions: self.list_versions,
+            RestoreVersion: self.restore,
+            CommitGroup: self.commit_group,
+        }
         self._scrub = Scrub(
             catalog=catalog,
             engine=engine,
@@ -97,7 +113,12 @@ class ControlledServer:
         """Tell how many objects of no version were removed in the background."""
         self._recovery = msgspec.structs.replace(self._recovery, objects_removed=objects_removed)
 
-    async def status(self) -> Status:
+    @property
+    def handlers(self) -> Mapping[type[Question[Any]], Handler]:
+        """Who answers each question."""
+        return self._handlers
+
+    async def status(self, _question: AskStatus) -> Status:
         """Figures of now, for the control protocol."""
         self._namespace.catch_up()
         statistics = self._engine.statistics()
@@ -141,7 +162,7 @@ class ControlledServer:
             _log.debug("groups that are not committed cannot be told: %s", error)
             return ()
 
-    async def prepare_renewal(self) -> Renewing:
+    async def prepare_renewal(self, _question: RestartServer) -> Renewing:
         """Return when the installed program has said that it can take over. OSError otherwise."""
         installed = await trio.to_thread.run_sync(renewal.check_installed)
         return Renewing(version=installed.version)
@@ -152,41 +173,43 @@ class ControlledServer:
         logging.shutdown()
         os._exit(EXIT_RENEWED)
 
-    async def wait_durable(self, ino: int) -> Flushed:
+    async def wait_durable(self, question: WaitDurable) -> Flushed:
         """Return when an inode's content and names are durable. OSError when they cannot be."""
         await self._namespace.catch_up_with_kernel()
-        await self._commit.wait_durable(ino)
+        await self._commit.wait_durable(question.ino)
         return Flushed()
 
-    async def flush(self) -> Flushed:
+    async def flush(self, _question: FlushAll) -> Flushed:
         """Return when everything is durable but for the failures in the answer."""
         await self._namespace.catch_up_with_kernel()
         failed = await self._commit.flush_all()
         return Flushed(failures=metrics.failures(failed))
 
-    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
-        """Compare some committed contents with their checksums, for the control protocol."""
-        return await self._scrub.step(step, ino=ino)
+    async def scrub(self, question: ScrubNext) -> Scrubbed:
+        """Compare some committed contents with their checksums."""
+        return await self._scrub.step(question.step, ino=question.ino)
 
-    async def change_policy(self, ino: int, change: PolicyChange) -> PolicyShown:
+    async def change_policy(self, question: ChangePolicy) -> PolicyShown:
         """Set and unset for a directory."""
-        return await self._policies.change(ino, change)
+        return await self._policies.change(question.ino, question.change)
 
-    async def commit_group(self, ino: int) -> Flushed:
+    async def commit_group(self, question: CommitGroup) -> Flushed:
         """Commit a directory as a whole, durably. OSError when that cannot be."""
         await self._namespace.catch_up_with_kernel()
-        await self._groups.commit(ino)
+        await self._groups.commit(question.ino)
         return Flushed()
 
-    async def list_versions(self, directory: int, name: bytes) -> VersionsShown:
+    async def list_versions(self, question: ListVersions) -> VersionsShown:
         """Return the former contents of a name."""
-        return await self._versions.show(directory, name)
+        return await self._versions.show(question.directory, question.name)
 
-    async def restore(self, directory: int, name: bytes, number: int) -> VersionsShown:
+    async def restore(self, question: RestoreVersion) -> VersionsShown:
         """Make a former content the present one, durably. OSError when there is none."""
         await self._namespace.catch_up_with_kernel()
         await self._commit.wait_queued()
-        shown = await self._versions.restore(directory, name, number, groups=self._groups)
+        shown = await self._versions.restore(
+            question.directory, question.name, question.number, groups=self._groups
+        )
         await self._catalog.make_durable()
         return shown
 

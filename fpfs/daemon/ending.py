@@ -22,8 +22,8 @@ from fpfs.daemon import mounting
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fpfs.core.control import Flushed
     from fpfs.core.engine import Engine
+    from fpfs.core.reports import Flushed
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.mounting import ConnectionControl

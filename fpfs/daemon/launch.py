@@ -17,10 +17,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from fpfs.core.control import ControlClient, Flushed, ServerEnded, Verb
+from fpfs.core.control import ControlClient, ServerEnded
 from fpfs.core.mounts import MountEntry, is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions
+from fpfs.core.questions import FlushAll, WaitForEnd
 from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.core.reports import Flushed
 from fpfs.daemon.devices import DeviceSet, open_devices
 from fpfs.daemon.mounting import (
     MOUNT_DEAD,
@@ -306,10 +308,10 @@ def stop(mountpoint: str) -> Flushed:
     with ending:
         # Asked before the unmount: a server with nothing left to do ends at once after it, and
         # would not wait for a question that is still to come.
-        ending.send(Verb.END)
+        ending.send(WaitForEnd())
         # A catalog that fails refuses this; what that loses is part of the final answer.
         with contextlib.suppress(Refused), ControlClient(entry, asked=asked) as flushing:
-            flushing.ask(Verb.FLUSH, Flushed)
+            flushing.ask(FlushAll())
         _unmount_unless_gone(entry)
         try:
             final = ending.receive(Flushed)

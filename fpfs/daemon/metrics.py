@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from fpfs.core.control import (
+from fpfs.core.reports import (
     CatalogCopyStatus,
     CatalogStatus,
     CommitStatus,

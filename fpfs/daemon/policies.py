@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fpfs.core.control import PolicyChange, PolicySetting, PolicyShown
 from fpfs.core.directory_policy import DEFAULTS, KEYS, DirectoryPolicy
+from fpfs.core.questions import PolicyChange
+from fpfs.core.reports import PolicySetting, PolicyShown
 from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.catalog_policies import fetch_policies, list_ancestors, store_policy
 

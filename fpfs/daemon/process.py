@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 import trio
 
-from fpfs.core.control import Flushed
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import Flushed
 from fpfs.daemon import mounting, renewal
 from fpfs.daemon.devices import DeviceSet
 from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink, KeeperState

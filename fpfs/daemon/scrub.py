@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fpfs.core.control import DamagedContent, Scrubbed, ScrubCursor, ScrubStage
 from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, StoredRange
 from fpfs.core.errors import DamagedData
 from fpfs.core.layout import UNVERIFIED, Segment, decode_segment
+from fpfs.core.reports import DamagedContent, Scrubbed, ScrubCursor, ScrubStage
 from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.catalog_schema import row_crc
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from fpfs.core.control import ScrubStep
     from fpfs.core.engine import Engine
+    from fpfs.core.questions import ScrubStep
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.catalog_worker import Transaction
 

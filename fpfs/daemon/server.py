@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import pyfuse3
 import trio
 
-from fpfs.core.control import Flushed, RecoveryStatus, socket_path
+from fpfs.core.control import socket_path
 from fpfs.core.engine import (
     ChannelClosed,
     Connection,
@@ -41,6 +41,7 @@ from fpfs.core.engine import (
 from fpfs.core.mounts import mount_at
 from fpfs.core.options import MountOptions
 from fpfs.core.policy import Policy
+from fpfs.core.reports import Flushed, RecoveryStatus
 from fpfs.daemon import mounting, orphans
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.commit import Commit

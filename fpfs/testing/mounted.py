@@ -26,9 +26,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fpfs.core.control import ControlClient, Flushed, Status, Verb
+from fpfs.core.control import ControlClient
 from fpfs.core.mounts import MountEntry, mount_at
+from fpfs.core.questions import AskStatus, FlushAll
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import Flushed, Status
 from fpfs.daemon.mounting import abort_connection, unmount
 from fpfs.daemon.places import arena_path
 from fpfs.daemon.stamp import read_stamp
@@ -144,12 +146,12 @@ class Mount:
     def status(self) -> Status:
         """The server's figures."""
         with self._client("status") as client:
-            return client.ask(Verb.STATUS, Status, timeout_s=COMMAND_TIMEOUT_S)
+            return client.ask(AskStatus(), timeout_s=COMMAND_TIMEOUT_S)
 
     def flush(self) -> Flushed:
         """Make everything durable."""
         with self._client("flush") as client:
-            return client.ask(Verb.FLUSH, Flushed, timeout_s=COMMAND_TIMEOUT_S)
+            return client.ask(FlushAll(), timeout_s=COMMAND_TIMEOUT_S)
 
     def expect_log(self, pattern: str) -> None:
         """Allow log lines that match `pattern`, which must occur before the mount ends."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from fpfs.core.control import ControlClient, Flushed, Verb, find_fpfs
+from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.mounts import mount_at
 from fpfs.core.options import MountOptions
+from fpfs.core.questions import FlushAll
 from fpfs.core.refusal import Refused
 from fpfs.daemon import process
 from fpfs.daemon.launch import Readiness, prepare, stop
@@ -98,7 +99,7 @@ class MountedImage:
     def flush(self) -> None:
         """Make everything durable, and have space given back."""
         with ControlClient(find_fpfs(str(self.root), asked="flush"), asked="flush") as client:
-            client.ask(Verb.FLUSH, Flushed)
+            client.ask(FlushAll())
 
     def _forget(self) -> None:
         entry = mount_at(str(self.root))

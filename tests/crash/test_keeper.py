@@ -14,18 +14,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fpfs.core.control import (
-    ControlClient,
-    Flushed,
-    Renewing,
-    Scrubbed,
-    ServerEnded,
-    Status,
-    Verb,
-)
+from fpfs.core.control import ControlClient, ServerEnded
+from fpfs.core.questions import AskStatus, FlushAll, Question, RestartServer, ScrubNext, WaitDurable
+from fpfs.core.reports import Renewing
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.crash.kill import Team, kill_again_and_again
 from tests.support.processes import expect_line, python_child, tell
@@ -262,22 +257,22 @@ def test_what_the_tools_asked_a_server_that_dies_is_asked_the_next_one(mount: Mo
     ino = (mount.root / "file").stat().st_ino
     entry = mount.entry()
     assert entry is not None
-    asked: list[tuple[Verb, type]] = [
-        (Verb.STATUS, Status),
-        (Verb.WAIT, Flushed),
-        (Verb.FLUSH, Flushed),
-        (Verb.SCRUB, Scrubbed),
+    asked: list[Question[Any]] = [
+        AskStatus(),
+        WaitDurable(ino=ino),
+        FlushAll(),
+        ScrubNext(ino=ino),
     ]
-    for verb, kind in asked:
+    for question in asked:
         with ControlClient(entry, asked="test") as client:
             stop(mount.server_pid)  # so that it does not answer before it dies
-            client.send(verb, ino=ino)
+            client.send(question)
             os.kill(mount.server_pid, signal.SIGKILL)
-            client.receive(kind, timeout_s=EXIT_TIMEOUT_S)
+            client.receive(question.answer, timeout_s=EXIT_TIMEOUT_S)
         mount.note_processes()
     with ControlClient(entry, asked="test") as client:
         stop(mount.server_pid)
-        client.send(Verb.RESTART)
+        client.send(RestartServer())
         os.kill(mount.server_pid, signal.SIGKILL)
         with pytest.raises(ServerEnded):
             client.receive(Renewing, timeout_s=EXIT_TIMEOUT_S)

@@ -28,15 +28,8 @@ from typing import Any
 
 import msgspec
 
-from fpfs.core.control import (
-    ControlClient,
-    Flushed,
-    PolicyChange,
-    PolicyShown,
-    Request,
-    Verb,
-    find_fpfs,
-)
+from fpfs.core.control import ControlClient, find_fpfs
+from fpfs.core.questions import ChangePolicy, FlushAll, PolicyChange, Question, WaitDurable
 from fpfs.core.refusal import Refused
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)
@@ -368,19 +361,8 @@ class Workload:
         self.group = ""
 
     def _set_policy(self, path: str, values: dict[str, str]) -> None:
-        request = Request(
-            verb=Verb.POLICY,
-            ino=(self.root / path).stat().st_ino,
-            policy=PolicyChange(values=values),
-        )
-        for last in (*[False] * SERVERS_MAX, True):
-            try:
-                with ControlClient(find_fpfs(str(self.root), asked=path), asked=path) as client:
-                    client.ask_with(request, PolicyShown)
-                return
-            except Refused:
-                if last:
-                    raise
+        ino = (self.root / path).stat().st_ino
+        self._ask(ChangePolicy(ino=ino, change=PolicyChange(values=values)))
 
     def remove_any(self) -> None:
         """Remove a file."""
@@ -434,18 +416,17 @@ class Workload:
         path = self._existing()
         if path is None:
             return
-        verb = self.random.choice((Verb.WAIT, Verb.FLUSH)) if self.alone else Verb.WAIT
-        ino = (self.root / path).stat().st_ino if verb is Verb.WAIT else 0
-        file = self.files[path] if verb is Verb.WAIT else 0
-        with self.recorder.call(durable=True, file=file):
-            self._ask(verb, ino)
+        is_flush = self.alone and self.random.choice((False, True))
+        wait = WaitDurable(ino=(self.root / path).stat().st_ino)
+        with self.recorder.call(durable=True, file=0 if is_flush else self.files[path]):
+            self._ask(FlushAll() if is_flush else wait)
 
-    def _ask(self, verb: Verb, ino: int) -> None:
+    def _ask(self, question: Question[Any]) -> None:
         """Ask until a server answers: one that is killed meanwhile refuses what it was asked."""
         for last in (*[False] * SERVERS_MAX, True):
             try:
-                with ControlClient(find_fpfs(str(self.root), asked=verb), asked=verb) as client:
-                    client.ask(verb, Flushed, ino=ino)
+                with ControlClient(find_fpfs(str(self.root), asked="test"), asked="test") as client:
+                    client.ask(question)
                 return
             except Refused:
                 if last:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fpfs.core.control import RecoveryStatus
+from fpfs.core.reports import RecoveryStatus
 from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted
 from tests.support.catalogs import Damage
 from tests.support.crash import close_dead, crash

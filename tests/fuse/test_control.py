@@ -18,12 +18,12 @@ from fpfs.core.control import (
     PROTOCOL_VERSION,
     ControlClient,
     ServerEnded,
-    Status,
-    Verb,
     runtime_folders,
     socket_path,
 )
+from fpfs.core.questions import AskStatus
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import Status
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.crash import crash
 from tests.support.processes import run
@@ -70,7 +70,7 @@ def ask_line(mount: Mount, line: bytes) -> dict[str, object]:
         (b"[]\n", "the request cannot be read"),
         (b'{"verb": "format"}\n', "the request cannot be read"),
         (b'{"verb": "wait", "ino": "one"}\n', "the request cannot be read"),
-        (b'{"verb": "status", "version": 99}\n', "the server speaks version 1, not 99"),
+        (b'{"verb": "status", "version": 99}\n', "the server speaks version 2, not 99"),
         (b"x" * 100_000, "the request is too long"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_early_hurts_nobody(mount: Mount) -> None:
 def test_many_clients_at_once(mount: Mount) -> None:
     path = mount.root / "file"
     path.write_bytes(b"content" * 100_000)
-    request = json.dumps({"verb": Verb.WAIT, "ino": path.stat().st_ino}).encode() + b"\n"
+    request = json.dumps({"verb": "wait", "ino": path.stat().st_ino}).encode() + b"\n"
     errors: list[object] = []
 
     def ask() -> None:
@@ -206,7 +206,7 @@ def test_a_server_that_ends_instead_of_answering() -> None:
         assert entry is not None
         stop(made.server_pid)  # so that it does not answer before it ends
         with ControlClient(entry, asked="test") as client:
-            client.send(Verb.STATUS)
+            client.send(AskStatus())
             crash(made)
             with pytest.raises(Refused) as refused:
                 client.receive(Status)
@@ -226,7 +226,7 @@ def test_another_mount_of_the_same_number_is_not_asked() -> None:
         link = Path(socket_path(entry.device, folder=folder, pid=other.keeper_pid))
         stop(made.server_pid)
         with ControlClient(entry, asked="test") as client:
-            client.send(Verb.STATUS)
+            client.send(AskStatus())
             crash(made)
             link.symlink_to(socket_path(theirs.device, folder=folder, pid=other.keeper_pid))
             try:

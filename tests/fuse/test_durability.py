@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import ControlClient, Flushed, Request, Verb
+from fpfs.core.control import ControlClient
+from fpfs.core.questions import CommitGroup, FlushAll
 from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import close_dead, crash_and_mount
@@ -160,9 +161,9 @@ def test_wait_and_flush(mount: Mount, directory: Path) -> None:
     assert commits(mount) > before
 
 
-@pytest.mark.parametrize("verb", [Verb.FLUSH, Verb.COMMIT])
+@pytest.mark.parametrize("verb", ["flush", "commit"])
 def test_what_was_closed_is_in_it_though_nobody_has_received_the_close(
-    fresh: Mount, verb: Verb
+    fresh: Mount, verb: str
 ) -> None:
     """The kernel sends RELEASE behind the back of close(2), and a command comes another way.
 
@@ -190,7 +191,8 @@ def test_what_was_closed_is_in_it_though_nobody_has_received_the_close(
         with stopped_threads_or_skip(fresh.server_pid):
             sender.close()
             receiver.close()
-            asked = pool.submit(client.ask_with, Request(verb=verb, ino=ino), Flushed)
+            question = FlushAll() if verb == "flush" else CommitGroup(ino=ino)
+            asked = pool.submit(client.ask, question)
             for _ in range(20):  # others that come later are answered meanwhile
                 fresh.status()
             assert not asked.done()

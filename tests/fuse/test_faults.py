@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import DeviceState
+from fpfs.core.reports import DeviceState
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, run_fpfs
 from tests.support.contents import assert_same, random_bytes

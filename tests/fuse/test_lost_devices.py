@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import DeviceState, RecoveryStatus
+from fpfs.core.reports import DeviceState, RecoveryStatus
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, live_mounts, mounted, run_fpfs
 from tests.support.contents import assert_same, random_bytes

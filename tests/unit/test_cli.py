@@ -13,7 +13,7 @@ import pytest
 from rich.table import Table
 
 from fpfs.cli import ctl, main, recovery, show
-from fpfs.core.control import RecoveryStatus
+from fpfs.core.reports import RecoveryStatus
 from fpfs.testing.mounted import REPOSITORY
 
 

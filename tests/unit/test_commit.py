@@ -15,9 +15,10 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.core.control import FormerVersion, PolicyChange
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.policy import Acknowledge
+from fpfs.core.questions import PolicyChange
+from fpfs.core.reports import FormerVersion
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
 from fpfs.testing.memory_engine import MemoryDevices

@@ -7,33 +7,31 @@ import errno
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import trio
 import trio.testing
 
-from fpfs.core.control import (
-    ControlClient,
-    Failure,
-    Flushed,
-    Renewing,
-    Reply,
-    Request,
-    Scrubbed,
-    ScrubStep,
-    Status,
-    Verb,
-    outcome_path,
-)
+from fpfs.core.control import ControlClient, Reply, outcome_path
 from fpfs.core.errors import InvalidOperation
 from fpfs.core.mounts import MountEntry
+from fpfs.core.questions import (
+    AskStatus,
+    FlushAll,
+    Question,
+    RestartServer,
+    ScrubNext,
+    WaitDurable,
+    WaitForEnd,
+)
 from fpfs.core.refusal import Refused
-from fpfs.daemon.control import ControlServer
+from fpfs.core.reports import Failure, Flushed, Renewing
+from fpfs.daemon.control import ControlServer, Handler
 
 PATIENCE_S = 30
 NOT_KEPT = Failure(ino=18, errno=errno.EIO, message="inode 18 keeps its previous version")
@@ -46,13 +44,22 @@ class Ending:
         self.waiting = 0
         self.closed = False
 
-    async def status(self) -> Status:
-        """Not to be asked: there are no figures any more."""
+    @property
+    def handlers(self) -> Mapping[type[Question[Any]], Handler]:
+        """What is left to be answered; nothing else may be asked for."""
+        return {
+            WaitDurable: self.wait_durable,
+            RestartServer: self.prepare_renewal,
+            **dict.fromkeys((AskStatus, FlushAll, ScrubNext), self.refuse),
+        }
+
+    async def refuse(self, question: Question[Any]) -> msgspec.Struct:
+        """Not to be asked: there is nothing any more."""
         raise AssertionError("asked after the end")
 
-    async def wait_durable(self, ino: int) -> Flushed:
+    async def wait_durable(self, question: WaitDurable) -> Flushed:
         """Wait for what does not come."""
-        assert not self.closed, f"asked for inode {ino} after the end"
+        assert not self.closed, f"asked for inode {question.ino} after the end"
         self.waiting += 1
         try:
             await trio.sleep_forever()
@@ -60,21 +67,13 @@ class Ending:
             assert not self.closed, "still waiting after the end"
             self.waiting -= 1
 
-    async def flush(self) -> Flushed:
-        """Not to be asked: there is nothing left to flush."""
-        raise AssertionError("asked after the end")
-
-    async def prepare_renewal(self) -> Renewing:
+    async def prepare_renewal(self, question: RestartServer) -> Renewing:
         """There is no program that could go on."""
         raise InvalidOperation("the installed fpfs does not start")
 
     def renew(self) -> NoReturn:
         """Not to be asked: that was refused."""
         raise AssertionError("renewed although it cannot be")
-
-    async def scrub(self, step: ScrubStep, *, ino: int) -> Scrubbed:
-        """Not to be asked: there is nothing left to read."""
-        raise AssertionError(f"asked for {step} of inode {ino} after the end")
 
 
 @contextlib.asynccontextmanager
@@ -92,10 +91,10 @@ async def serving(
             nursery.cancel_scope.cancel()
 
 
-async def ask(path: Path, verb: Verb, *, ino: int = 0) -> Reply:
+async def ask(path: Path, question: Question[Any]) -> Reply:
     """Send one request and return its reply."""
     async with await trio.open_unix_socket(path) as stream:
-        await stream.send_all(msgspec.json.encode(Request(verb=verb, ino=ino)) + b"\n")
+        await stream.send_all(msgspec.json.encode(question) + b"\n")
         return msgspec.json.decode(await stream.receive_some(), type=Reply)
 
 
@@ -106,7 +105,7 @@ async def test_who_waits_when_the_server_ends_learns_what_it_left(tmp_path: Path
     errors: dict[int, str] = {}
 
     async def wait(ino: int) -> None:
-        errors[ino] = (await ask(path, Verb.WAIT, ino=ino)).error
+        errors[ino] = (await ask(path, WaitDurable(ino=ino))).error
 
     async with serving(path, server) as control, trio.open_nursery() as nursery:
         for ino in (17, 18):
@@ -123,26 +122,26 @@ async def test_who_waits_when_the_server_ends_learns_what_it_left(tmp_path: Path
 async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path: Path) -> None:
     server = Ending()
     path = tmp_path / "socket"
-    replies: dict[Verb, Reply] = {}
+    replies: dict[Question[Any], Reply] = {}
 
-    async def ask_for(verb: Verb) -> None:
-        replies[verb] = await ask(path, verb, ino=17)
+    async def ask_for(question: Question[Any]) -> None:
+        replies[question] = await ask(path, question)
 
     async with serving(path, server) as control:
         await control.end_requests()
         server.closed = True
-        for verb in (Verb.STATUS, Verb.SCRUB):
-            assert (await ask(path, verb)).error == "the mount has ended"
+        for question in (AskStatus(), ScrubNext()):
+            assert (await ask(path, question)).error == "the mount has ended"
         final = Flushed(failures=(NOT_KEPT,))
         async with trio.open_nursery() as nursery:
-            for verb in (Verb.WAIT, Verb.FLUSH, Verb.END):
-                nursery.start_soon(ask_for, verb)
+            for question in (WaitDurable(ino=17), FlushAll(), WaitForEnd()):
+                nursery.start_soon(ask_for, question)
             await trio.testing.wait_all_tasks_blocked(0.01)
             await control.announce_end(final)
     assert {reply.error for reply in replies.values()} == {""}
-    assert msgspec.json.decode(replies[Verb.WAIT].result, type=Flushed) == Flushed()
-    assert msgspec.json.decode(replies[Verb.FLUSH].result, type=Flushed) == final
-    assert msgspec.json.decode(replies[Verb.END].result, type=Flushed) == final
+    assert msgspec.json.decode(replies[WaitDurable(ino=17)].result, type=Flushed) == Flushed()
+    assert msgspec.json.decode(replies[FlushAll()].result, type=Flushed) == final
+    assert msgspec.json.decode(replies[WaitForEnd()].result, type=Flushed) == final
 
 
 def pid_of_nobody() -> int:
@@ -164,21 +163,21 @@ async def test_what_a_server_left_that_ended_before_it_answered_is_the_answer(
         asked = {}
         async with serving(path, Ending()) as control:
             await control.end_requests()
-            for verb, ino in ((Verb.END, 0), (Verb.FLUSH, 0), (Verb.WAIT, 17), (Verb.WAIT, 18)):
+            for question in (WaitForEnd(), FlushAll(), WaitDurable(ino=17), WaitDurable(ino=18)):
                 client = await trio.to_thread.run_sync(partial(ControlClient, entry, asked="test"))
-                asked[verb, ino] = clients.enter_context(client)
-                client.send(verb, ino=ino)
+                asked[question] = clients.enter_context(client)
+                client.send(question)
             control.leave_outcome(final)
-        for (verb, ino), client in asked.items():
+        for question, client in asked.items():
             receive = partial(client.receive, Flushed, timeout_s=PATIENCE_S)
             try:
-                answers[verb, ino] = await trio.to_thread.run_sync(receive)
+                answers[question] = await trio.to_thread.run_sync(receive)
             except Refused as refused:
-                assert (verb, ino, refused.wrong) == (Verb.WAIT, 18, NOT_KEPT.message)
+                assert (question, refused.wrong) == (WaitDurable(ino=18), NOT_KEPT.message)
     assert answers == {
-        (Verb.END, 0): final,
-        (Verb.FLUSH, 0): final,
-        (Verb.WAIT, 17): Flushed(),
+        WaitForEnd(): final,
+        FlushAll(): final,
+        WaitDurable(ino=17): Flushed(),
     }
 
 
@@ -202,7 +201,7 @@ async def test_of_mounts_with_one_number_the_youngest_is_asked(
     there, gone = Ending(), Ending()
     async with serving(younger, there), serving(older, gone, takes_over=True):
         with await trio.to_thread.run_sync(partial(ControlClient, entry, asked="test")) as client:
-            client.send(Verb.WAIT, ino=17)
+            client.send(WaitDurable(ino=17))
             while not there.waiting + gone.waiting:
                 await trio.testing.wait_all_tasks_blocked(0.01)
             assert (there.waiting, gone.waiting) == (1, 0)
@@ -235,14 +234,14 @@ async def test_a_request_that_fails_is_told_so_and_the_next_one_is_answered(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(tmp_path / "socket", Ending()):
-        reply = await ask(tmp_path / "socket", Verb.STATUS)
+        reply = await ask(tmp_path / "socket", AskStatus())
         assert reply.error == "the server failed at it (AssertionError: asked after the end)"
         assert "a request to status failed" in caplog.text
-        assert (await ask(tmp_path / "socket", Verb.RESTART)).error.startswith("the installed")
+        assert (await ask(tmp_path / "socket", RestartServer())).error.startswith("the installed")
 
 
 @trio.testing.trio_test
 async def test_a_restart_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "socket", Ending()):
-        reply = await ask(tmp_path / "socket", Verb.RESTART)
+        reply = await ask(tmp_path / "socket", RestartServer())
         assert reply.error == "the installed fpfs does not start"

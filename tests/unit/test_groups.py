@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.core.control import PolicyChange
 from fpfs.core.errors import FpfsError
+from fpfs.core.questions import PolicyChange
 from fpfs.daemon.catalog_contents import list_orphans
 from fpfs.daemon.catalog_names import RenameMode
 from fpfs.daemon.reclaim import GATHER_S

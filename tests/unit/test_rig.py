@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trio.testing
 
-from fpfs.core.control import PolicyChange
+from fpfs.core.questions import PolicyChange
 from tests.support.rig import LARGE, ROOT, rig
 
 

@@ -11,9 +11,10 @@ import pytest
 import trio.testing
 
 from fpfs.cli.scrub import Pace, _regular_files
-from fpfs.core.control import DamagedContent, Scrubbed, ScrubCursor, ScrubStep
 from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Damage, ObjectId, StoredRange
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN, Run, Segment, encode_segment
+from fpfs.core.questions import ScrubStep
+from fpfs.core.reports import DamagedContent, Scrubbed, ScrubCursor
 from fpfs.daemon.catalog_schema import row_crc
 from fpfs.daemon.catalog_worker import Transaction
 from fpfs.daemon.scrub import ROWS_MAX, Scrub

@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 import trio.testing
 
-from fpfs.core.control import PolicyChange
 from fpfs.core.engine import Left, LeftChanges, Part
+from fpfs.core.questions import PolicyChange
 from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.catalog_aside import list_noted, list_partials
 from fpfs.daemon.commit import Commit

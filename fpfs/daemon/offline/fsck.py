@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fpfs.core.control import ControlClient, DeviceState, Status, Verb
+from fpfs.core.control import ControlClient
 from fpfs.core.errors import CatalogError
 from fpfs.core.fsck import CheckReport, Finding, Kind
+from fpfs.core.questions import AskStatus
 from fpfs.core.refusal import Refused
+from fpfs.core.reports import DeviceState
 from fpfs.daemon.devices import DeviceDirectory, DeviceSet, find_devices
 from fpfs.daemon.offline.contents import check_contents
 from fpfs.daemon.offline.findings import Found, Paths
@@ -94,7 +96,7 @@ def check_mounted(entry: MountEntry, wishes: Wishes) -> CheckReport:
     """Check a mounted filesystem while programs use it; nothing is changed. Raises `Refused`."""
     asked = f"fsck of {entry.mountpoint}"
     with ControlClient(entry, asked=asked) as client:
-        status = client.ask(Verb.STATUS, Status, timeout_s=STATUS_TIMEOUT_S)
+        status = client.ask(AskStatus(), timeout_s=STATUS_TIMEOUT_S)
     devices = [DeviceDirectory(each.number, each.path, "") for each in status.devices]
     missing = {each.number for each in status.devices if each.state is DeviceState.MISSING}
     usable = [Path(copy.path) for copy in status.catalog.copies if not copy.trouble]

@@ -1,0 +1,184 @@
+"""What can be asked of a server by the control protocol: one struct for each question.
+
+On the wire a question is one line of JSON: its fields, the protocol's `version`, and the `verb`
+that says which question it is.
+
+Invariants:
+  * A question that may be asked twice (`asked_again`) comes to the same when it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from fpfs.core.reports import (
+    Flushed,
+    PolicyShown,
+    Renewing,
+    Scrubbed,
+    ScrubCursor,
+    Status,
+    VersionsShown,
+)
+
+PROTOCOL_VERSION = 2
+
+Answer = TypeVar("Answer")
+
+
+class Question(msgspec.Struct, Generic[Answer], kw_only=True, frozen=True, tag_field="verb"):
+    """One line to the server, which is answered with an `Answer`."""
+
+    answer: ClassVar[type]
+    """What decodes the answer."""
+
+    owners: ClassVar[bool] = False
+    """Whether only root and the mount's owner may ask: it names files that others may not see, or
+    changes the mount."""
+
+    asked_again: ClassVar[bool] = False
+    """Whether a client asks the next server where one ends without an answer."""
+
+    ended_well: ClassVar[bool] = False
+    """Whether it has come true when a mount has ended in good order, but for what that left."""
+
+    version: int = PROTOCOL_VERSION
+
+    @classmethod
+    def verb(cls) -> str:
+        """How the question is called on the wire."""
+        return str(cls.__struct_config__.tag)
+
+
+class AnyVersion(msgspec.Struct, frozen=True):
+    """What is read first of a question, which may be of another version of the protocol."""
+
+    version: int = PROTOCOL_VERSION
+
+
+class AskStatus(Question[Status], kw_only=True, frozen=True, tag="status"):
+    """Figures of now."""
+
+    answer = Status
+    asked_again = True
+
+
+class WaitDurable(Question[Flushed], kw_only=True, frozen=True, tag="wait"):
+    """Wait until an inode is durable."""
+
+    answer = Flushed
+    asked_again = True
+    ended_well = True
+
+    ino: int
+
+
+class FlushAll(Question[Flushed], kw_only=True, frozen=True, tag="flush"):
+    """Make everything durable."""
+
+    answer = Flushed
+    asked_again = True
+    ended_well = True
+
+
+class RestartServer(Question[Renewing], kw_only=True, frozen=True, tag="restart"):
+    """Go on with the program that is installed by now.
+
+    Answered before the server makes room for the next one.
+    """
+
+    answer = Renewing
+    owners = True
+
+
+class ScrubStep(msgspec.Struct, kw_only=True, frozen=True):
+    """What to look at next: from a cursor on, reading at most `bytes_max` from the devices."""
+
+    cursor: ScrubCursor = ScrubCursor()
+    bytes_max: int = 0
+
+
+class ScrubNext(Question[Scrubbed], kw_only=True, frozen=True, tag="scrub"):
+    """Look at some of an inode's contents, or of all (0)."""
+
+    answer = Scrubbed
+    owners = True
+    asked_again = True
+
+    ino: int = 0
+    step: ScrubStep = ScrubStep()
+
+
+class PolicyChange(msgspec.Struct, kw_only=True, frozen=True):
+    """What to set for a directory, and which settings of its own it is to lose."""
+
+    values: Mapping[str, str] = {}
+    unset: tuple[str, ...] = ()
+
+
+class ChangePolicy(Question[PolicyShown], kw_only=True, frozen=True, tag="policy"):
+    """Change the policy of a directory, and tell what holds there then."""
+
+    answer = PolicyShown
+    owners = True
+    asked_again = True
+
+    ino: int
+    change: PolicyChange = PolicyChange()
+
+
+class ListVersions(Question[VersionsShown], kw_only=True, frozen=True, tag="versions"):
+    """List the former contents of a name in a directory."""
+
+    answer = VersionsShown
+    owners = True
+    asked_again = True
+
+    directory: int
+    name: bytes
+
+
+class RestoreVersion(Question[VersionsShown], kw_only=True, frozen=True, tag="restore"):
+    """Make a former content of a name in a directory the present one, durably."""
+
+    answer = VersionsShown
+    owners = True
+
+    directory: int
+    name: bytes
+    number: int
+
+
+class CommitGroup(Question[Flushed], kw_only=True, frozen=True, tag="commit"):
+    """Commit the group that a directory is, durably."""
+
+    answer = Flushed
+    owners = True
+
+    ino: int
+
+
+class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
+    """Wait until the server ends: then nothing more can be lost or saved."""
+
+    answer = Flushed
+    asked_again = True
+    ended_well = True
+
+
+AnyQuestion: TypeAlias = (
+    AskStatus
+    | WaitDurable
+    | FlushAll
+    | RestartServer
+    | ScrubNext
+    | ChangePolicy
+    | ListVersions
+    | RestoreVersion
+    | CommitGroup
+    | WaitForEnd
+)
+"""What a line to the server is decoded as."""

@@ -1,0 +1,244 @@
+"""What a server tells, by the control protocol and so by ``--json``: one struct for each answer.
+
+Sizes are bytes, times seconds since 1970; `_unix_s` and `_bytes` say so where a name does not.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Failure(msgspec.Struct, kw_only=True, frozen=True):
+    """A file whose last version could not be kept; its previous version stays."""
+
+    ino: int
+    errno: int
+    message: str
+
+
+class Flushed(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything that was asked for is durable, but for the `failures`."""
+
+    failures: tuple[Failure, ...] = ()
+
+
+class Renewing(msgspec.Struct, kw_only=True, frozen=True):
+    """The server makes room for a program of this version."""
+
+    version: str
+
+
+class PolicySetting(msgspec.Struct, kw_only=True, frozen=True):
+    """What holds in a directory. `set_at` is the directory that it was set for.
+
+    It is a path from the mountpoint, and empty for a default.
+    """
+
+    key: str
+    value: str
+    is_default: bool
+    set_at: str
+
+
+class PolicyShown(msgspec.Struct, kw_only=True, frozen=True):
+    """All settings that hold in a directory."""
+
+    settings: tuple[PolicySetting, ...]
+
+
+class FormerVersion(msgspec.Struct, kw_only=True, frozen=True):
+    """A former content of a name; `path` is where it can be read, from the mountpoint.
+
+    `time_unix_s` is when it was last written, `replaced_unix_s` when another took its place.
+    """
+
+    number: int
+    size: int
+    time_unix_s: float
+    replaced_unix_s: float
+    path: str
+
+
+class VersionsShown(msgspec.Struct, kw_only=True, frozen=True):
+    """The former contents of a name that are kept, the oldest first."""
+
+    versions: tuple[FormerVersion, ...]
+
+
+class ScrubStage(enum.StrEnum):
+    """What a scrub looks at: first at contents in the catalog, then at those on devices."""
+
+    INLINE = "inline"
+    SEGMENTS = "segments"
+
+
+class ScrubCursor(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a scrub goes on: a block of a layout segment of an inode."""
+
+    stage: ScrubStage = ScrubStage.INLINE
+    ino: int = 0
+    segment: int = 0
+    block: int = 0
+
+
+class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):
+    """A part of a file, `size_bytes` long, that is not what was written there; `error` says why.
+
+    `path` starts at the mountpoint; it is empty for a file without a name. What is damaged in the
+    catalog lies on no device (-1), and in no object.
+    """
+
+    ino: int
+    path: str = ""
+    offset_bytes: int = 0
+    size_bytes: int = 0
+    device: int = -1
+    device_path: str = ""
+    object: str = ""
+    object_block: int = 0
+    errno: int = errno.EIO
+    error: str = ""
+
+
+class Scrubbed(msgspec.Struct, kw_only=True, frozen=True):
+    """What a step of a scrub came to. `cursor` says where to go on; without one it is over.
+
+    `bytes_unverified` were written without checksums and are not looked at. `bytes_total` is what
+    there is to look at, in the first reply of a scrub of all files.
+    """
+
+    bytes_checked: int
+    bytes_unverified: int
+    bytes_total: int
+    damage: tuple[DamagedContent, ...]
+    cursor: ScrubCursor | None
+
+
+class DeviceState(enum.StrEnum):
+    """How a device does."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    """Something on it could not be read, or was not what was written there."""
+    FAILED = "failed"
+    """It refused what must not fail, or cannot be looked at: new chunks avoid it."""
+    MISSING = "missing"
+    """The mount does without it."""
+
+
+class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One device directory. `bytes_used` is what its objects take; the rest is its filesystem's."""
+
+    number: int
+    path: str
+    bytes_used: int
+    bytes_free: int
+    bytes_total: int
+    bytes_written: int
+    bytes_read: int
+    requests_in_flight: int
+    backend: str
+    direct: bool
+    checksum_errors: int = 0
+    """How often a block was found not to be what was written there, since the server started."""
+    read_errors: int = 0
+    """How often it did not deliver what was to be read, since the server started."""
+    state: DeviceState = DeviceState.OK
+    error: str = ""
+    """What is wrong with it; its other figures may be missing (0) then."""
+
+
+class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """The staging arena. `bytes_used` are slots with acknowledged bytes, and one kept ready."""
+
+    bytes_used: int
+    bytes_total: int
+    pinned: bool
+
+
+class CommitStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """Versions that wait to become current, and what was done since the mount."""
+
+    pending: int
+    committed: int
+    transactions: int
+    failures: tuple[Failure, ...]
+
+
+class CatalogCopyStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """One copy of the catalog. `trouble` says why it is out of service, if it is."""
+
+    path: str
+    trouble: str = ""
+
+
+class CatalogStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """The catalog's copies, of which `copies_in_service` hold everything."""
+
+    copies_in_service: int
+    copies: tuple[CatalogCopyStatus, ...]
+
+
+class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """What the server found and did when it began.
+
+    `catalog` says, in words, which copies of the catalog were made anew. `inodes_deleted` had no
+    name any more. `objects_removed` were of no version; they are looked for in the background,
+    until which it is None.
+    """
+
+    catalog: tuple[str, ...] = ()
+    handles_taken_over: int = 0
+    files_taken_over: int = 0
+    files_lost: int = 0
+    """Files whose changes were lost with a damaged staging arena; versions before stay."""
+    inodes_deleted: int = 0
+    objects_removed: int | None = 0
+
+
+class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
+
+    path: str
+    name: str
+    killed_by: str
+    time_unix_s: float
+    size: int
+
+
+class UncommittedStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """A group that is not committed: its path, and its name in .fpfs/uncommitted once it is there.
+
+    `time_unix_s` is when it was made, or taken away after a crash.
+    """
+
+    path: str
+    name: str
+    time_unix_s: float
+
+
+class Status(msgspec.Struct, kw_only=True, frozen=True):
+    """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
+
+    version: str
+    server_pid: int
+    keeper_pid: int
+    restarts: int
+    filesystem_id: str
+    mountpoint: str
+    started_unix_s: float
+    ack: str
+    chunk_bytes: int
+    log: str
+    devices: tuple[DeviceStatus, ...]
+    staging: StagingStatus
+    commit: CommitStatus
+    partials: tuple[PartialStatus, ...]
+    uncommitted: tuple[UncommittedStatus, ...]
+    catalog: CatalogStatus
+    recovery: RecoveryStatus
+    channel: Mapping[str, int]
