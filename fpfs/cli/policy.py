@@ -11,8 +11,8 @@ from rich.table import Table
 
 from fpfs.cli.show import open_console
 from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.directory_policy import check_key, parse
 from fpfs.core.paths import inode_of_directory, show_text
+from fpfs.core.policy import check_key, split_setting
 from fpfs.core.questions import ChangePolicy, PolicyChange
 from fpfs.core.refusal import Refused
 
@@ -55,7 +55,7 @@ def set_(directory: str, /, *settings: str, json: Json = False) -> int:
         raise Refused(asked=asked, wrong="nothing to set", remedy="write KEY=VALUE, see --help")
     values: dict[str, str] = {}
     for word in settings:
-        key, value = parse(word, asked=asked)
+        key, value = split_setting(word, asked=asked)
         if values.setdefault(key, value) != value:
             raise Refused(asked=asked, wrong=f"{key} is set twice", remedy="leave one out")
     return _change(directory, PolicyChange(values=values), asked=asked, json=json)

@@ -38,9 +38,13 @@ SERVERS_MAX = 5
 
 
 class Reply(msgspec.Struct, kw_only=True, frozen=True):
-    """One line from the server: `error` in words, or a `result`, which the question defines."""
+    """One line from the server: `error` in words, or a `result`, which the question defines.
+
+    `remedy` says what to do about an error, where the server knows.
+    """
 
     error: str = ""
+    remedy: str = ""
     result: msgspec.Raw = msgspec.Raw(b"null")
     version: int = PROTOCOL_VERSION
 
@@ -333,7 +337,9 @@ class ControlClient:
     def _result_of(self, reply: Reply, kind: type[Result]) -> Result:
         if reply.error:
             raise Refused(
-                asked=self._asked, wrong=reply.error, remedy="the server's log may say more"
+                asked=self._asked,
+                wrong=reply.error,
+                remedy=reply.remedy or "the server's log may say more",
             )
         return msgspec.json.decode(reply.result, type=kind)
 

@@ -15,12 +15,10 @@ from typing import TypeVar
 import msgspec
 
 from fpfs.core.engine import BLOCK_BYTES
-from fpfs.core.policy import CHUNK_BYTES_DEFAULT, WHOLE_DEFAULT, Acknowledge
+from fpfs.core.policy import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN, WHOLE_DEFAULT, Acknowledge
 from fpfs.core.refusal import Refused
 from fpfs.core.units import parse_size_bytes
 
-CHUNK_BYTES_MIN = 128 * 1024
-"""The smallest staging must hold the chunks that one request of 1 MiB touches, each in a slot."""
 CHUNK_BYTES_MAX = 16 * 1024 * 1024
 SLOT_BYTES_MIN = 1024 * 1024
 SLOTS_MIN = 16

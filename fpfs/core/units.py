@@ -54,3 +54,11 @@ def format_rate(bytes_per_s: float) -> str:
     if bytes_per_s >= 1e6:
         return f"{bytes_per_s / 1e6:.0f} MB/s"
     return f"{bytes_per_s / 1e3:.0f} kB/s"
+
+
+def format_exact(size_bytes: int) -> str:
+    """A size as `parse_size_bytes` reads it back, in the largest unit that divides it: ``640K``."""
+    for power, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if size_bytes and size_bytes % 1024**power == 0:
+            return f"{size_bytes // 1024**power}{unit}"
+    return str(size_bytes)

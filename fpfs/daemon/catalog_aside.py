@@ -68,7 +68,10 @@ class Partial(NamedTuple):
 
 
 def put_aside(
-    transaction: Transaction, version: Version, *, is_whole: Callable[[bytes], bool]
+    transaction: Transaction,
+    version: Version,
+    *,
+    is_whole: Callable[[Transaction, int, bytes], bool],
 ) -> tuple[Aside, int] | None:
     """Store a version that a killed writer left; returns what was put aside, and the last removal.
 
@@ -77,7 +80,7 @@ def put_aside(
     """
     ino, snapshot = version.ino, version.snapshot
     names = transaction.execute("SELECT parent, name FROM names WHERE ino = ?", (ino,)).fetchall()
-    name = next((name for name in names if is_whole(name[1])), None)
+    name = next((name for name in names if is_whole(transaction, *name)), None)
     if name is None:
         return None
     path = _path_of(transaction, *name)

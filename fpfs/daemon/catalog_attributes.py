@@ -71,6 +71,11 @@ def copy_inode(transaction: Transaction, ino: int, *, nlink: int) -> int:
     return made
 
 
+def store_layout(transaction: Transaction, ino: int, layout: bytes) -> None:
+    """Let new chunks of a file go where `layout` says."""
+    transaction.execute("UPDATE inodes SET layout = ? WHERE ino = ?", (layout, ino))
+
+
 class Changes(NamedTuple):
     """New values of attributes; None keeps the old one."""
 

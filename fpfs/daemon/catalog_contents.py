@@ -210,16 +210,16 @@ def delete_inodes(
     return removal
 
 
-def list_names(transaction: Transaction, inos: Sequence[int]) -> dict[int, list[bytes]]:
-    """Return the names of inodes; looks at all names, for so many inodes at a time."""
-    found: dict[int, list[bytes]] = {ino: [] for ino in inos}
+def list_names(transaction: Transaction, inos: Sequence[int]) -> dict[int, list[tuple[int, bytes]]]:
+    """Return the names of inodes, each with its directory."""
+    found: dict[int, list[tuple[int, bytes]]] = {ino: [] for ino in inos}
     for first in range(0, len(inos), INODES_MAX):
         some = tuple(inos[first : first + INODES_MAX])
         marks = ", ".join("?" * len(some))
-        for ino, name in transaction.execute(
-            f"SELECT ino, name FROM names WHERE ino IN ({marks})", some
+        for ino, parent, name in transaction.execute(
+            f"SELECT ino, parent, name FROM names WHERE ino IN ({marks})", some
         ).fetchall():
-            found[ino].append(name)
+            found[ino].append((parent, name))
     return found
 
 

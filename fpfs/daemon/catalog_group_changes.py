@@ -17,7 +17,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.directory_policy import VERSIONS_MAX
+from fpfs.core.policy import VERSIONS_MAX
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_attributes import copy_inode
 from fpfs.daemon.catalog_group_contents import (

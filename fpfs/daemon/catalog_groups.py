@@ -23,8 +23,8 @@ import enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.directory_policy import CommitPoint
 from fpfs.core.errors import FpfsError, InvalidOperation
+from fpfs.core.policy import CommitPoint
 from fpfs.daemon import catalog_group_changes as changes
 from fpfs.daemon.catalog_aside import aside_name
 from fpfs.daemon.catalog_group_contents import CHANGED
@@ -36,11 +36,11 @@ from fpfs.daemon.catalog_trees import has_content, parent_of, remove_tree, walk
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from fpfs.core.directory_policy import DirectoryPolicy
+    from fpfs.core.policy import Policy
     from fpfs.daemon.catalog_names import Renamed
     from fpfs.daemon.catalog_worker import Transaction
 
-    PolicyOf = Callable[[Transaction, int], DirectoryPolicy]
+    PolicyOf = Callable[[Transaction, int], Policy]
     """Returns what holds in a directory."""
 
 

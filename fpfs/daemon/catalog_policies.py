@@ -26,13 +26,26 @@ def fetch_policies(transaction: Transaction) -> dict[int, dict[str, str]]:
     return found
 
 
-def store_policy(
-    transaction: Transaction, ino: int, values: Mapping[str, str], unset: Sequence[str]
+def store_policies(
+    transaction: Transaction, changes: Mapping[int, tuple[Mapping[str, str], Sequence[str]]]
 ) -> dict[int, dict[str, str]]:
-    """Set and unset settings of a directory; returns all settings of all directories.
+    """Set and unset settings of directories; returns all settings of all directories.
 
-    Raises `NoSuchEntry` when it was removed, `NotADirectory`, `NotPermitted` for those of fpfs.
+    Raises `NoSuchEntry` when one was removed, `NotADirectory`, `NotPermitted` for those of fpfs.
     """
+    for ino, (values, unset) in changes.items():
+        _check_directory(transaction, ino)
+        transaction.executemany(
+            "INSERT OR REPLACE INTO policies VALUES (?, ?, ?)",
+            [(ino, key, value) for key, value in values.items()],
+        )
+        transaction.executemany(
+            "DELETE FROM policies WHERE ino = ? AND key = ?", [(ino, key) for key in unset]
+        )
+    return fetch_policies(transaction)
+
+
+def _check_directory(transaction: Transaction, ino: int) -> None:
     if ROOT_INO < ino < NUMBER_FIRST:
         raise NotPermitted("what is in .fpfs has no policy")
     row = transaction.execute("SELECT mode, nlink FROM inodes WHERE ino = ?", (ino,)).fetchone()
@@ -40,14 +53,14 @@ def store_policy(
         raise NoSuchEntry(f"inode {ino} was removed")
     if not stat.S_ISDIR(row[0]):
         raise NotADirectory(f"inode {ino} is not a directory")
-    transaction.executemany(
-        "INSERT OR REPLACE INTO policies VALUES (?, ?, ?)",
-        [(ino, key, value) for key, value in values.items()],
-    )
-    transaction.executemany(
-        "DELETE FROM policies WHERE ino = ? AND key = ?", [(ino, key) for key in unset]
-    )
-    return fetch_policies(transaction)
+
+
+def name_of_inode(transaction: Transaction, ino: int) -> tuple[int, bytes] | None:
+    """Return the directory and the name of a file: its oldest one; None when it has none."""
+    found: tuple[int, bytes] | None = transaction.execute(
+        "SELECT parent, name FROM names WHERE ino = ? ORDER BY cookie LIMIT 1", (ino,)
+    ).fetchone()
+    return found
 
 
 def list_ancestors(transaction: Transaction, directory: int) -> list[int]:

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared.
-3: no policies of directories, nothing kept, withheld or in groups."""
+3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by
+inode."""
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
@@ -85,6 +86,7 @@ TABLES = (
         ino INTEGER NOT NULL, type INTEGER NOT NULL) STRICT""",
     "CREATE UNIQUE INDEX names_by_name ON names (parent, name)",
     "CREATE INDEX names_by_parent ON names (parent)",
+    "CREATE INDEX names_by_ino ON names (ino)",
     """CREATE TABLE xattrs (
         ino INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL,
         PRIMARY KEY (ino, name)) STRICT""",

@@ -33,13 +33,11 @@ import errno
 import itertools
 import logging
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from fpfs.core.policy import Acknowledge
 from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_names, list_orphans
@@ -49,7 +47,7 @@ from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
@@ -57,6 +55,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_versions import Changed
     from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.policies import Policies
     from fpfs.daemon.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -133,14 +132,12 @@ class Commit:
         catalog: Catalog,
         engine: Engine,
         inodes: InodeTable,
-        ack: Acknowledge = Acknowledge.EARLY,
         versions: Versions,
-        is_whole: Callable[[bytes], bool] = lambda _name: False,
+        policies: Policies,
         durable_within_s: float = 1.0,
     ) -> None:
-        """Start empty; nothing happens before `run`. Names that `is_whole` show whole contents."""
-        self.ack = ack
-        self._is_whole = is_whole
+        """Start empty; nothing happens before `run`."""
+        self._policies = policies
         self._versions = versions
         self._catalog = catalog
         self._engine = engine
@@ -584,7 +581,7 @@ class Commit:
 
         def store(transaction: Transaction) -> tuple[Aside | None, int]:
             changed.clear()
-            stored = put_aside(transaction, version, is_whole=self._is_whole)
+            stored = put_aside(transaction, version, is_whole=self._policies.is_whole)
             return stored or (None, self._make_current(transaction, version, changed))
 
         aside, removal = await self._catalog.write_many(store, apply=self._aside.apply)
@@ -667,10 +664,18 @@ class Commit:
         if not inodes:
             return
         inos = [inode.ino for inode in inodes]
-        names = await self._catalog.read_many(partial(list_names, inos=inos))
+
+        def find_whole(transaction: Transaction) -> set[int]:
+            return {
+                ino
+                for ino, names in list_names(transaction, inos).items()
+                if any(self._policies.is_whole(transaction, *name) for name in names)
+            }
+
+        whole = await self._catalog.read_many(find_whole)
         for inode in inodes:
             # One that was closed meanwhile has been queued by that.
-            if inode.writers and not any(map(self._is_whole, names[inode.ino])):
+            if inode.writers and inode.ino not in whole:
                 self._enqueue(inode, last=False)
 
     def _is_longer(self, inode: Inode) -> bool:

@@ -34,6 +34,7 @@ from fpfs.core.questions import (
     Question,
     WaitForEnd,
 )
+from fpfs.core.refusal import Refused
 from fpfs.core.reports import Flushed, Renewing
 
 _log = logging.getLogger(__name__)
@@ -179,6 +180,9 @@ class ControlServer:
             return
         try:
             result = await self._unless_ended(question)
+        except Refused as refused:
+            await self._send(stream, Reply(error=refused.wrong, remedy=refused.remedy))
+            return
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
             return

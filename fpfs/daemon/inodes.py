@@ -24,6 +24,7 @@ import trio
 
 from fpfs.core.engine import KnownDirectories, Layout
 from fpfs.core.errors import DamagedData, ReadOnly
+from fpfs.core.policy import Acknowledge
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog_contents import Content, fetch_content
 from fpfs.daemon.catalog_schema import ROOT_INO, VIEW_BASE
@@ -63,6 +64,7 @@ class Inode:
 
     __slots__ = (
         "_lock",
+        "ack",
         "allocated_bytes",
         "atime_ns",
         "cached_generation",
@@ -112,6 +114,8 @@ class Inode:
         """Whether it is a former content, which does not change any more."""
         self.unfinished = bool(row.unfinished)
         """Whether it was made under a name that shows whole contents only, and never closed."""
+        self.ack = Acknowledge.EARLY
+        """When who writes to it is answered; as its policy had it when it was last opened."""
         self.withheld = 0
         """Names that were removed and would come back after power loss."""
         self.lookups = 0

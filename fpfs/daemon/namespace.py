@@ -40,6 +40,7 @@ from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
 from fpfs.daemon.namespace_files import Files
 from fpfs.daemon.namespace_xattrs import ExtendedAttributes
+from fpfs.daemon.placing import Placing
 from fpfs.daemon.space import DeviceSpace, Space
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fpfs.core.engine import Engine
-    from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.catalog_attributes import InodeRow
     from fpfs.daemon.catalog_worker import Transaction
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_entries import Caller
     from fpfs.daemon.namespace_files import Opened
+    from fpfs.daemon.policies import Policies
     from fpfs.daemon.requests import Requests
     from fpfs.daemon.versions import Versions
 
@@ -74,7 +75,7 @@ class Namespace:
         engine: Engine,
         inodes: InodeTable,
         commit: Commit,
-        policy: Policy,
+        policies: Policies,
         requests: Requests,
         versions: Versions,
         groups: Groups,
@@ -85,6 +86,9 @@ class Namespace:
         self._engine = engine
         self._inodes = inodes
         self._space = DeviceSpace(device_paths.values())
+        placing = Placing(
+            catalog=catalog, engine=engine, policies=policies, device_paths=lambda: device_paths
+        )
         # The catalog counts servers, so each has handles of its own.
         handle_first = catalog.object_base << HANDLE_BITS
         self.files = Files(
@@ -92,6 +96,7 @@ class Namespace:
             inodes=inodes,
             commit=commit,
             versions=versions,
+            placing=placing,
             handle_first=handle_first,
         )
         self.entries = Entries(
@@ -99,7 +104,8 @@ class Namespace:
             inodes=inodes,
             commit=commit,
             files=self.files,
-            policy=policy,
+            policies=policies,
+            placing=placing,
             requests=requests,
             groups=groups,
             space=self._space,

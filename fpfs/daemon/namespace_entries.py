@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from fpfs.core.engine import INLINE_BYTES_MAX
 from fpfs.core.errors import EntryExists, NameTooLong, NoSpace, NoSuchEntry, ReadOnly
 from fpfs.core.limits import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
-from fpfs.core.policy import rotate_layouts
 from fpfs.daemon import catalog_names, catalog_withheld
 from fpfs.daemon.catalog_attributes import InodeRow
 from fpfs.daemon.catalog_names import NewInode, Removed, Renamed, RenameMode
 from fpfs.daemon.catalog_versions import is_view
-from fpfs.daemon.inodes import encode_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from fpfs.daemon.groups import Groups
     from fpfs.daemon.inodes import Inode, InodeTable
     from fpfs.daemon.namespace_files import Files, Opened
+    from fpfs.daemon.placing import Placing
+    from fpfs.daemon.policies import Policies
     from fpfs.daemon.requests import Requests
     from fpfs.daemon.space import DeviceSpace
     from fpfs.daemon.versions import Versions
@@ -66,13 +66,14 @@ class Entries:
         inodes: InodeTable,
         commit: Commit,
         files: Files,
-        policy: Policy,
+        policies: Policies,
+        placing: Placing,
         requests: Requests,
         groups: Groups,
         space: DeviceSpace,
         versions: Versions,
     ) -> None:
-        """Place new files by `policy`; give space back at once when `space` is tight."""
+        """Place new files by their policies; give space back at once when `space` is tight."""
         self._catalog = catalog
         self._inodes = inodes
         self._commit = commit
@@ -81,8 +82,8 @@ class Entries:
         self._groups = groups
         self._space = space
         self._versions = versions
-        self._policy = policy
-        self._layouts = _stored_layouts(policy)
+        self._policies = policies
+        self._placing = placing
 
     async def make_node(
         self, parent: int, name: bytes, *, mode: int, rdev: int, caller: Caller
@@ -91,13 +92,19 @@ class Entries:
 
         Raises `EntryExists`, `NameTooLong`, `NoSuchEntry` (the directory was removed), `NoSpace`.
         """
-        layout = next(self._layouts) if stat.S_ISREG(mode) else None
+        layout = None
+        if stat.S_ISREG(mode):
+            layout = await self._placing.of_new_file(
+                await self._policies.of_directory(parent), name
+            )
         return await self._make(parent, name, caller, mode=mode, rdev=rdev, layout=layout)
 
-    async def _make_file(self, parent: int, name: bytes, *, mode: int, caller: Caller) -> Inode:
+    async def _make_file(
+        self, parent: int, name: bytes, policy: Policy, *, mode: int, caller: Caller
+    ) -> Inode:
         """Make a regular file that is about to be written."""
-        unfinished = self._policy.is_whole(name)
-        layout = next(self._layouts)
+        unfinished = policy.is_whole(name)
+        layout = await self._placing.of_new_file(policy, name)
         return await self._make(
             parent, name, caller, mode=mode, layout=layout, unfinished=unfinished
         )
@@ -124,15 +131,19 @@ class Entries:
         Raises as `make_node` and `Files.open`.
         """
         mode = stat.S_IFREG | stat.S_IMODE(mode)
+        policy: Policy | None = await self._policies.of_directory(parent)
+        assert policy is not None
         try:
-            inode = await self._make_file(parent, name, mode=mode, caller=caller)
+            inode = await self._make_file(parent, name, policy, mode=mode, caller=caller)
             flags &= ~os.O_TRUNC
         except EntryExists:
             if exclusive:
                 raise
-            inode = await self._find(parent, name)
+            inode, policy = await self._find(parent, name), None
         try:
-            return inode, await self._files.open(inode, flags=flags, request=caller.request)
+            return inode, await self._files.open(
+                inode, flags=flags, request=caller.request, policy=policy
+            )
         except BaseException:
             # The kernel learns of an error and not of the inode.
             self._inodes.forget(inode.ino, 1)
@@ -488,12 +499,3 @@ def _row_of(ino: int, parent: int, new: NewInode) -> InodeRow:
         kept=0,
         has_xattrs=False,
     )
-
-
-def _stored_layouts(policy: Policy) -> Iterator[bytes]:
-    """Yield stored layouts for new files, without end."""
-    stored = {}
-    for layout in rotate_layouts(policy):
-        if layout not in stored:
-            stored[layout] = encode_layout(layout)
-        yield stored[layout]

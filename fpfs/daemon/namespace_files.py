@@ -24,8 +24,10 @@ from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
+    from fpfs.core.policy import Policy
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.inodes import Inode, InodeTable
+    from fpfs.daemon.placing import Placing
     from fpfs.daemon.versions import Versions
 
 
@@ -58,6 +60,7 @@ class Files:
         inodes: InodeTable,
         commit: Commit,
         versions: Versions,
+        placing: Placing,
         handle_first: int,
     ) -> None:
         """Start without open files; `handle_first` is the number of the next one that is opened.
@@ -69,6 +72,7 @@ class Files:
         self._inodes = inodes
         self._commit = commit
         self._versions = versions
+        self._placing = placing
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(handle_first)
         self._unanswered: dict[int, int] = {}
@@ -81,11 +85,13 @@ class Files:
         """How many handles are open."""
         return len(self._handles)
 
-    async def open(self, inode: Inode, *, flags: int, request: int = 0) -> Opened:
+    async def open(
+        self, inode: Inode, *, flags: int, request: int = 0, policy: Policy | None = None
+    ) -> Opened:
         """Open a regular file that the kernel refers to, truncating it if the flags say so.
 
-        Raises `DamagedData` when its map cannot be trusted, `NoSpace`, and `StaleInode`, upon which
-        the kernel looks its name up again.
+        It was just made by the `policy`, if one is given. Raises `DamagedData` when its map cannot
+        be trusted, `NoSpace`, and `StaleInode`, upon which the kernel looks its name up again.
         """
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable or flags & os.O_TRUNC:
@@ -100,7 +106,22 @@ class Files:
             await self._truncate_opened(handle, inode)
             if inode.writers == 0:
                 self._commit.truncated(inode)
+        try:
+            await self._follow_policy(inode, flags=flags, writable=writable, policy=policy)
+        except BaseException:
+            self.release(handle)
+            raise
         return Opened(handle, self._keep_cache(inode, writable=writable))
+
+    async def _follow_policy(
+        self, inode: Inode, *, flags: int, writable: bool, policy: Policy | None
+    ) -> None:
+        """Let the version that begins now, if one does, go where the policy says."""
+        if policy is not None:
+            self._placing.flow(inode, policy)
+            return
+        is_first = writable and inode.writers == 1
+        await self._placing.follow(inode, begins=is_first, is_emptied=bool(flags & os.O_TRUNC))
 
     async def _open(self, inode: Inode, *, flags: int, writable: bool, request: int) -> int:
         inode.users += 1
@@ -135,7 +156,7 @@ class Files:
             self.release(handle)
             raise
 
-    def adopt(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
+    async def adopt(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
         """Take over a handle that a server that died had given out; the inode is loaded.
 
         The kernel may not know it yet: then it asks again, with the same request.
@@ -143,6 +164,7 @@ class Files:
         self._unanswered[request & ~RESENT] = handle
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         self._engine.adopt(handle, inode.ino, flags=flags)
+        await self._placing.follow(inode, begins=False, is_emptied=False)
         if writable and inode.unfinished:  # the server may have died before it came to that
             self._engine.begin(inode.ino)
         self._handles[handle] = _Handle(inode, writable)
@@ -200,7 +222,7 @@ class Files:
         promises durability at close, what the owner wrote so far is committed like by fsync.
         """
         opened = self._opened(handle)
-        if self._commit.ack is not Acknowledge.EARLY and opened.writable:
+        if opened.inode.ack is not Acknowledge.EARLY and opened.writable:
             await self.sync(handle)
         else:
             self._raise_error(handle)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from fpfs.core.engine import DeviceConfig, EngineConfig
 from fpfs.core.errors import CatalogError
 from fpfs.core.options import Checksums, Idle, MountOptions
+from fpfs.core.policy import Policy
+from fpfs.core.policy_rules import DeviceFacts, MountFacts
 from fpfs.daemon import mounting
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.places import CPU_LATENCY, arena_path
@@ -109,4 +111,19 @@ def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int)
         ack=options.ack,
         cpu_latency_path=CPU_LATENCY if options.idle is Idle.SHALLOW else "",
         checksums=options.checksums is Checksums.ON,
+    )
+
+
+def default_policy(options: MountOptions) -> Policy:
+    """What holds in directories for which nothing is set."""
+    return Policy(chunk_bytes=options.chunk_bytes, ack=options.ack, whole=options.whole)
+
+
+def mount_facts(options: MountOptions, devices: DeviceSet) -> MountFacts:
+    """The mount as policies see it."""
+    return MountFacts(
+        devices=[DeviceFacts(number) for number in devices.numbers],
+        slot_bytes=options.slot_bytes,
+        staging_bytes=options.staging_bytes,
+        depth=options.depth,
     )

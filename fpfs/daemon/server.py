@@ -34,13 +34,11 @@ from fpfs.core.engine import (
     Engine,
     HandlesReleased,
     LogRecord,
-    NativeEngine,
     SpaceWanted,
     SyncWrite,
 )
 from fpfs.core.mounts import mount_at
-from fpfs.core.options import MountOptions
-from fpfs.core.policy import Policy
+from fpfs.core.native_engine import NativeEngine
 from fpfs.core.reports import Flushed, RecoveryStatus
 from fpfs.daemon import mounting, orphans
 from fpfs.daemon.catalog import Catalog
@@ -57,7 +55,9 @@ from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.opening import (
     allows_others,
     check_identity,
+    default_policy,
     engine_config,
+    mount_facts,
     mount_options,
     open_catalog,
 )
@@ -103,13 +103,16 @@ class Server:
         self._took_over = took_over
         self._link = link
         self._inherited = inherited
-        policy = placement(config.options, devices)
         self._config = config
         self._devices = devices
         self._catalog = catalog
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
-        self._policies = Policies(catalog)
+        self._policies = Policies(
+            catalog,
+            defaults=default_policy(config.options),
+            mount=functools.partial(mount_facts, config.options, devices),
+        )
         self._versions = Versions(
             catalog=catalog, engine=engine, inodes=inodes, policies=self._policies
         )
@@ -119,9 +122,8 @@ class Server:
             catalog=catalog,
             engine=engine,
             inodes=inodes,
-            ack=policy.ack,
             versions=self._versions,
-            is_whole=policy.is_whole,
+            policies=self._policies,
         )
         self._groups = Groups(
             catalog=catalog, inodes=inodes, policies=self._policies, commit=self._commit
@@ -132,28 +134,31 @@ class Server:
             engine=engine,
             inodes=inodes,
             commit=self._commit,
-            policy=policy,
+            policies=self._policies,
             requests=self._requests,
             versions=self._versions,
             groups=self._groups,
             device_paths={device.number: Path(device.path) for device in devices.devices},
         )
-        self._controlled = ControlledServer(
-            config=config,
-            devices=devices,
-            catalog=catalog,
-            engine=engine,
+        self._controlled = self._make_controlled()
+        self._connection_ended = trio.Event()
+        self._connection_control: mounting.ConnectionControl | None = None
+        self._closed = False
+
+    def _make_controlled(self) -> ControlledServer:
+        return ControlledServer(
+            config=self._config,
+            devices=self._devices,
+            catalog=self._catalog,
+            engine=self._engine,
             namespace=self._namespace,
             commit=self._commit,
             policies=self._policies,
             versions=self._versions,
             groups=self._groups,
-            link=link,
-            restarts=inherited.restarts if inherited else 0,
+            link=self._link,
+            restarts=self._inherited.restarts if self._inherited else 0,
         )
-        self._connection_ended = trio.Event()
-        self._connection_control: mounting.ConnectionControl | None = None
-        self._closed = False
 
     async def run(self, *, ready: Callable[[], None]) -> Flushed:
         """Mount and serve until the end; `ready` is called when the mount answers.
@@ -397,16 +402,6 @@ class Server:
         """Note that groups stay as they are; where that fails they go, as after a crash."""
         with contextlib.suppress(OSError):
             await self._groups.settle()
-
-
-def placement(options: MountOptions, devices: DeviceSet) -> Policy:
-    """How a mount places contents and answers for them."""
-    return Policy(
-        devices=devices.numbers,
-        chunk_bytes=options.chunk_bytes,
-        ack=options.ack,
-        whole=options.whole,
-    )
 
 
 async def serve(

@@ -175,7 +175,8 @@ class TakeOver:
                 "inode %d (%s): what was written and not committed is lost, since not all of it is"
                 " there; the version before stays",
                 ino,
-                ", ".join(map(show_name, names.get(ino, ()))) or "without a name",
+                ", ".join(show_name(name) for _parent, name in names.get(ino, ()))
+                or "without a name",
             )
 
     async def let_go(self, unnamed: frozenset[int]) -> None:
@@ -264,7 +265,9 @@ class TakeOver:
         if stat.S_ISDIR(inode.mode):
             self._namespace.directories.adopt(left.handle, inode, request=left.request)
         else:
-            self._namespace.files.adopt(left.handle, inode, flags=left.flags, request=left.request)
+            await self._namespace.files.adopt(
+                left.handle, inode, flags=left.flags, request=left.request
+            )
         return True
 
 

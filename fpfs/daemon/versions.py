@@ -15,9 +15,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fpfs.core.directory_policy import Replace
 from fpfs.core.errors import BusyFile
 from fpfs.core.paths import show_name
+from fpfs.core.policy import Replace
 from fpfs.core.reports import FormerVersion, VersionsShown
 from fpfs.core.units import format_size
 from fpfs.daemon import catalog_names, catalog_versions

@@ -29,6 +29,7 @@ from fpfs.core.engine import (
     EngineConfig,
     Event,
     FileAttributes,
+    Flow,
     KnownDirectories,
     Layout,
     Left,
@@ -68,6 +69,7 @@ class _File:
 
     def __init__(self, layout: Layout, *, size: int, mtime_ns: int, ctime_ns: int) -> None:
         self.layout = layout
+        self.flow = Flow()
         self.size = size
         self.mtime_ns = mtime_ns
         self.ctime_ns = ctime_ns
@@ -242,6 +244,22 @@ class MemoryEngine:
             place = _Place(identity, run.object_block + number)
             file.places[block] = place
             file.blocks[block] = bytearray(held.get(place.block, ZEROS))
+
+    def place(self, ino: int, layout: Layout) -> None:
+        """Let new blocks go elsewhere."""
+        file = self._files[ino]
+        if file.unplaced:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        file.layout = layout
+        self.calls.append(("place", ino))
+
+    def set_flow(self, ino: int, flow: Flow) -> None:
+        """Note how an inode is to be written and read."""
+        self._files[ino].flow = flow
+
+    def flow(self, ino: int) -> Flow:
+        """What `set_flow` was last told."""
+        return self._files[ino].flow
 
     def loaded(self, ino: int) -> bool:
         """Whether the inode is loaded."""

@@ -127,6 +127,10 @@ nb::dict statistics(Engine& engine) {
   return result;
 }
 
+Ack ack_of(const std::string& name) {
+  return name == "durable" ? Ack::Durable : name == "close" ? Ack::Close : Ack::Early;
+}
+
 EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
                          std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
                          uint64_t slot_bytes, uint32_t depth, const std::string& backend,
@@ -146,7 +150,7 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   config.channel_threads = channel_threads;
   config.object_base = object_base;
   config.reserve_bytes = reserve_bytes;
-  config.ack = ack == "durable" ? Ack::Durable : ack == "close" ? Ack::Close : Ack::Early;
+  config.ack = ack_of(ack);
   config.cpu_latency_path = std::move(cpu_latency_path);
   config.take_over = take_over;
   config.checksums = checksums;
@@ -176,6 +180,19 @@ void bind_files(nb::class_<Engine>& type) {
              check(engine.load(ino, std::move(placement), size, mtime_ns, ctime_ns,
                                text_of(content), blobs_of(segments)));
            })
+      .def("place",
+           [](Engine& engine, uint64_t ino, uint64_t chunk_bytes, std::vector<uint16_t> devices,
+              uint64_t first) {
+             check(engine.place(ino, Placement{chunk_bytes, std::move(devices), first}));
+           })
+      .def(
+          "set_flow",
+          [](Engine& engine, uint64_t ino, const std::string& ack, uint32_t depth, uint32_t buffers,
+             bool cached) {
+            loaded(engine, ino)->set_flow({ack_of(ack), depth, buffers, cached});
+          },
+          nb::arg("ino"), nb::kw_only(), nb::arg("ack"), nb::arg("depth"), nb::arg("buffers"),
+          nb::arg("cached"))
       .def("revert",
            [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               const std::optional<nb::bytes>& content,

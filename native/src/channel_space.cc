@@ -68,7 +68,7 @@ void Channel::handle_flush(const FuseRequest& request) {
         handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
     const bool only_opened = handle->writers.empty() && (handle->flags & (O_CREAT | O_TRUNC)) != 0;
     if (wrote || only_opened) note_end(*handle, static_cast<pid_t>(request.header().pid));
-    if (!wrote || engine_.config().ack == Ack::Early) {
+    if (!wrote || handle->file->ack() == Ack::Early) {
       return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
     }
   }

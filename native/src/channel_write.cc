@@ -51,7 +51,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   // Who opens with O_DIRECT and drops it later, as dd does before an odd tail, writes through the
   // page cache from then on.
   if ((handle->flags & O_DIRECT) != 0 && !arguments.direct) arguments.from_page_cache = true;
-  arguments.sync = arguments.sync || engine_.config().ack == Ack::Durable;
+  arguments.sync = arguments.sync || file->ack() == Ack::Durable;
   if (arguments.sync) let_releases_pass();  // what was closed before becomes durable with it
   if (arguments.kill_privileges) file->drop_privileges();
   statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
@@ -187,7 +187,7 @@ void Channel::note_writer(Handle& handle, uint64_t owner) {
 
 // Whether a change through this handle is answered only when it is durable.
 bool Channel::waits_for_changes(const Handle& handle) const {
-  return engine_.config().ack == Ack::Durable || (handle.flags & (O_SYNC | O_DSYNC)) != 0;
+  return handle.file->ack() == Ack::Durable || (handle.flags & (O_SYNC | O_DSYNC)) != 0;
 }
 
 void Channel::keep_waiting(const std::shared_ptr<Waiting>& waiting) {

@@ -183,18 +183,35 @@ void Engine::log(int level, const std::string& message) { post(LogEvent{level, m
 
 // --- files and handles ---
 
+// A chunk larger than a slot becomes a run of chunks. One that is no multiple was made under a
+// mount with other slots: what lies where is in the map, so its new chunks may have another size.
+Status Engine::check_placement(Placement* placement) const {
+  if (placement->devices.empty() || placement->chunk_bytes == 0 ||
+      placement->chunk_bytes % kBlockBytes != 0) {
+    return Status(EINVAL, "a chunk is a multiple of 64 KiB, on at least one device");
+  }
+  if (placement->chunk_bytes > arena_->slot_bytes()) {
+    placement->run = placement->chunk_bytes / arena_->slot_bytes();
+    placement->chunk_bytes = arena_->slot_bytes();
+  }
+  return {};
+}
+
+Status Engine::place(uint64_t ino, Placement placement) {
+  const std::shared_ptr<File> found = file(ino);
+  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
+  const Status status = check_placement(&placement);
+  return status.ok() ? found->place(std::move(placement)) : status;
+}
+
 Status Engine::load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns,
                     int64_t ctime_ns, std::optional<std::string> content,
                     const std::vector<std::pair<uint32_t, std::string>>& segments) {
-  if (placement.devices.empty() || placement.chunk_bytes == 0 ||
-      placement.chunk_bytes % kBlockBytes != 0) {
-    return Status(EINVAL, "a chunk is a multiple of 64 KiB, on at least one device");
-  }
-  // Made under a mount with larger chunks. What lies where is in the map, so its new chunks may be
-  // smaller.
-  placement.chunk_bytes = std::min(placement.chunk_bytes, arena_->slot_bytes());
+  Status status = check_placement(&placement);
+  if (!status.ok()) return status;
   auto loaded = std::make_shared<File>(*this, ino, std::move(placement));
-  Status status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
+  loaded->set_flow({.ack = config_.ack});
+  status = loaded->load(size, mtime_ns, ctime_ns, std::move(content), segments);
   if (!status.ok())
     return Status(status.error(), "inode " + std::to_string(ino) + ": " + status.message());
   const MutexLock lock(table_mutex_);
@@ -357,7 +374,7 @@ std::shared_ptr<Handle> Engine::handle(uint64_t id) {
 bool Engine::set_cached(const std::shared_ptr<Handle>& handle) {
   const MutexLock lock(table_mutex_);
   Counts& counts = counts_[handle->file->ino()];
-  if (counts.writers != 0) return false;
+  if (counts.writers != 0 || !handle->file->cached()) return false;
   if (!handle->cached.exchange(true)) ++counts.cached;
   return true;
 }

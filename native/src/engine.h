@@ -29,8 +29,6 @@ namespace fpfs {
 class Channel;
 class KnownDirectories;
 
-enum class Ack { Early, Close, Durable };
-
 // A connection that is to be served: a new one, or one that another process served, which was
 // ended, or ended by a fault of its own.
 enum class Connection { New, Left, LeftByFault };
@@ -172,6 +170,8 @@ class Engine : public Plane {
   Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               std::optional<std::string> content,
               const std::vector<std::pair<uint32_t, std::string>>& segments);
+  // What has a new placement from now on: see File::place.
+  Status place(uint64_t ino, Placement placement) EXCLUDES(table_mutex_);
   std::shared_ptr<File> file(uint64_t ino) EXCLUDES(table_mutex_);  // null: not loaded
   Status unload(uint64_t ino) EXCLUDES(table_mutex_);
   // See File::revert. The kernel forgets what it has of the content.
@@ -270,6 +270,7 @@ class Engine : public Plane {
   class Verification;
   void verification_ended() EXCLUDES(verify_mutex_);
   void end_verifications() EXCLUDES(verify_mutex_);
+  Status check_placement(Placement* placement) const;
   Status start();
   Status open_arena();
   Status check_arena_owner() const;

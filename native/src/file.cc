@@ -14,7 +14,10 @@ int64_t now_ns() {
 }
 
 File::File(Plane& plane, uint64_t ino, Placement placement)
-    : plane_(plane), ino_(ino), placement_(std::move(placement)) {}
+    : plane_(plane),
+      ino_(ino),
+      chunk_bytes_(placement.chunk_bytes),
+      placement_(std::move(placement)) {}
 
 Status File::load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
                   std::optional<std::string> content,
@@ -161,6 +164,7 @@ void File::attach(Slot* slot, uint64_t chunk) {
   slot->chunk = chunk;
   slot->epoch = epoch_;
   chains_[chunk].push_back(slot);
+  ++slots_held_;
   plane_.arena().age_add(slot);
 }
 
@@ -168,6 +172,7 @@ void File::detach(Slot* slot) {
   const auto it = chains_.find(slot->chunk);
   Chain& chain = it->second;
   chain.erase(std::find(chain.begin(), chain.end(), slot));
+  --slots_held_;
   if (chain.empty()) chains_.erase(it);
 }
 
@@ -253,6 +258,29 @@ void File::note_state_now() {
   note([](Journal& journal, const FileState& state) {
     return journal.note(state, arena::Change::None);
   });
+}
+
+void File::set_flow(const Flow& flow) {
+  ack_ = flow.ack;
+  cached_ = flow.cached;
+  Actions actions;
+  {
+    const MutexLock lock(mutex_);
+    depth_ = flow.depth;
+    buffers_ = flow.buffers;
+    for (const auto& [chunk, chain] : chains_) maybe_issue(chain.front(), actions);
+  }
+  actions.run();
+}
+
+Status File::place(Placement placement) {
+  const MutexLock lock(mutex_);
+  if (!chains_.empty() || !recovered_slots_.empty()) {
+    return Status(EBUSY, "chunks of another place are staged");
+  }
+  chunk_bytes_ = placement.chunk_bytes;
+  placement_ = std::move(placement);
+  return {};
 }
 
 void File::begin() {

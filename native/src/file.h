@@ -20,6 +20,7 @@
 // Errno: as POSIX has it for the call that it serves.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -77,10 +78,23 @@ class Plane {
   virtual void read_end(unsigned phase) = 0;
 };
 
+// Where new chunks go. A stripe chunk that is larger than a slot is staged, and written, as a run
+// of several chunks that follow each other on one device.
 struct Placement {
-  uint64_t chunk_bytes = 0;
+  uint64_t chunk_bytes = 0;  // what a slot holds
   std::vector<uint16_t> devices;
   uint64_t first = 0;
+  uint64_t run = 1;
+};
+
+enum class Ack { Early, Close, Durable };
+
+// How a file is written and read, as the policy of its directory has it.
+struct Flow {
+  Ack ack = Ack::Early;
+  uint32_t depth = 0;    // chunks that may be on their way to each device; 0: as many as there are
+  uint32_t buffers = 0;  // slots that it may hold for each of its devices; 0: as many as there are
+  bool cached = true;    // whether the kernel may keep pages for those who only read
 };
 
 struct SnapshotData {
@@ -161,7 +175,12 @@ class File : public std::enable_shared_from_this<File> {
   File(Plane& plane, uint64_t ino, Placement placement);
 
   uint64_t ino() const { return ino_; }
-  uint64_t chunk_bytes() const { return placement_.chunk_bytes; }
+  uint64_t chunk_bytes() const { return chunk_bytes_; }
+  Ack ack() const { return ack_; }
+  bool cached() const { return cached_; }
+  void set_flow(const Flow& flow) EXCLUDES(mutex_);
+  // New chunks go elsewhere, or are of another size. EBUSY while anything is staged.
+  Status place(Placement placement) EXCLUDES(mutex_);
   Status load(uint64_t size, int64_t mtime_ns, int64_t ctime_ns, std::optional<std::string> content,
               const std::vector<std::pair<uint32_t, std::string>>& segments) EXCLUDES(mutex_);
   Attributes attributes() EXCLUDES(mutex_);
@@ -286,6 +305,7 @@ class File : public std::enable_shared_from_this<File> {
 
   // file_write.cc
   std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
+  bool has_buffers(const std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
   bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare, int thread,
                   Actions& actions) REQUIRES(mutex_);
   void give_slots(std::vector<ChunkPiece>& pieces, Slot** spare) REQUIRES(mutex_);
@@ -335,10 +355,11 @@ class File : public std::enable_shared_from_this<File> {
   void seal(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void seal_all(Actions& actions) REQUIRES(mutex_);
   bool may_issue(const Slot* slot) REQUIRES(mutex_);
+  void issue_next(uint16_t device, Actions& actions) REQUIRES(mutex_);
   void maybe_issue(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void issue(Slot* slot);
   bool complete_block(Slot* slot, uint64_t index, Actions& actions) REQUIRES(mutex_);
-  uint32_t block_limit(const Slot* slot, uint64_t index) const;
+  uint32_t block_limit(const Slot* slot, uint64_t index) const REQUIRES(mutex_);
   void place(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void submit_write(Slot* slot, uint64_t block, uint64_t count, Place place, Actions& actions)
       REQUIRES(mutex_);
@@ -370,9 +391,16 @@ class File : public std::enable_shared_from_this<File> {
 
   Plane& plane_;
   const uint64_t ino_;
-  const Placement placement_;
+  std::atomic<uint64_t> chunk_bytes_;  // as in placement_, for guesses
+  std::atomic<Ack> ack_{Ack::Early};
+  std::atomic<bool> cached_{true};
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
+  Placement placement_ GUARDED_BY(mutex_);
+  uint32_t depth_ GUARDED_BY(mutex_) = 0;  // see Flow
+  uint32_t buffers_ GUARDED_BY(mutex_) = 0;
+  uint64_t slots_held_ GUARDED_BY(mutex_) = 0;              // in chains_
+  std::map<uint16_t, uint32_t> issued_ GUARDED_BY(mutex_);  // slots on their way, by device
   uint64_t size_ GUARDED_BY(mutex_) = 0;
   int64_t mtime_ns_ GUARDED_BY(mutex_) = 0;
   int64_t ctime_ns_ GUARDED_BY(mutex_) = 0;

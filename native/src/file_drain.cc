@@ -92,13 +92,30 @@ void File::seal_all(Actions& actions) {
 bool File::may_issue(const Slot* slot) {
   if (!slot->sealed || slot->issued) return false;
   if (chains_.find(slot->chunk)->second.front() != slot) return false;
+  if (depth_ != 0) {
+    const auto issued = issued_.find(slot->device);
+    if (issued != issued_.end() && issued->second >= depth_) return false;
+  }
   return barriers_.empty() || !barriers_.front().active || slot->epoch <= barriers_.front().epoch;
 }
 
 void File::maybe_issue(Slot* slot, Actions& actions) {
   if (!may_issue(slot)) return;
   slot->issued = true;
+  ++issued_[slot->device];
   actions.add([self = shared_from_this(), slot] { self->issue(slot); });
+}
+
+// A slot has left the device's queue, as deep as the policy has it: another may follow.
+void File::issue_next(uint16_t device, Actions& actions) {
+  --issued_[device];
+  if (depth_ == 0) return;
+  for (const auto& [chunk, chain] : chains_) {
+    if (chain.front()->device == device && may_issue(chain.front())) {
+      maybe_issue(chain.front(), actions);
+      return;
+    }
+  }
 }
 
 // Bytes of block `index` of the slot that exist in the file, up to the device's alignment.
@@ -385,8 +402,10 @@ void File::finish_slot(Slot* slot, Actions& actions) {
 // The slot's bytes are on the device, or given up.
 void File::retire_slot(Slot* slot, Actions& actions) {
   const uint64_t chunk = slot->chunk;
+  const uint16_t device = slot->device;
   detach(slot);
   release_slot(slot, actions);
+  issue_next(device, actions);
   if (const auto next = chains_.find(chunk); next != chains_.end()) {
     maybe_issue(next->second.front(), actions);
   }

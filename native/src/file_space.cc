@@ -32,13 +32,14 @@ struct CallRequest : IoRequest {
 uint16_t File::device_for(uint64_t chunk) {
   const size_t width = placement_.devices.size();
   assert(width > 0);
+  const uint64_t turn = placement_.first + chunk / placement_.run;
   for (size_t i = 0; i < width; ++i) {
-    const uint16_t number = placement_.devices[(placement_.first + chunk + i) % width];
+    const uint16_t number = placement_.devices[(turn + i) % width];
     const auto it = appenders_.find(number);
     const bool full = it != appenders_.end() && it->second->error != 0;
     if (!full && plane_.device(number) != nullptr && !plane_.device_failed(number)) return number;
   }
-  return placement_.devices[(placement_.first + chunk) % width];
+  return placement_.devices[turn % width];
 }
 
 int File::trouble_with(uint16_t device) {

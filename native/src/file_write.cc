@@ -119,6 +119,26 @@ std::vector<File::ChunkPiece> File::pieces_of(uint64_t offset, size_t length) {
   return pieces;
 }
 
+// Whether the file may hold the slots that a write takes. One that holds none may always: a write
+// can need more at once than a policy gives. What is full is on its way; if nothing is, the oldest
+// partly filled slot has to go.
+bool File::has_buffers(const std::vector<ChunkPiece>& pieces, Actions& actions) {
+  if (buffers_ == 0 || slots_held_ == 0) return true;
+  const auto fresh = std::count_if(pieces.begin(), pieces.end(), [&](const ChunkPiece& piece) {
+    mutex_.assert_held();
+    return open_slot(piece.chunk) == nullptr;
+  });
+  if (fresh == 0 || slots_held_ + fresh <= buffers_ * placement_.devices.size()) return true;
+  Slot* oldest = nullptr;
+  for (const auto& [chunk, chain] : chains_) {
+    if (chain.front()->sealed) return false;
+    Slot* slot = chain.front();
+    if (slot->lease == -1 && (oldest == nullptr || slot->epoch < oldest->epoch)) oldest = slot;
+  }
+  if (oldest != nullptr) seal(oldest, actions);
+  return oldest == nullptr;
+}
+
 bool File::take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare,
                       int thread, Actions& actions) {
   for (ChunkPiece& piece : pieces) {
@@ -319,6 +339,7 @@ Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payloa
     if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
   }
   std::vector<ChunkPiece> pieces = pieces_of(offset, length);
+  if (!inline_mode_ && !has_buffers(pieces, actions)) return Outcome::wait();
   if (!take_slots(pieces, payload, spare, thread, actions)) {
     give_slots(pieces, spare);
     return Outcome::wait();

@@ -74,7 +74,22 @@ class ModelRun {
         return;
       default:
         if (below(4) == 0) reload(below(2) == 0);
+        if (below(4) == 0) follow_policy();
     }
+  }
+
+  // Other devices, other chunks, other limits, in the middle of it all.
+  void follow_policy() {
+    file_->set_flow({Ack::Early, static_cast<uint32_t>(below(3)),
+                     static_cast<uint32_t>(below(2) == 0 ? 0 : 2 + below(3)), true});
+    REQUIRE(fixture_.commit(*file_, below(2) == 0) == 0);
+    const uint64_t slot = fixture_.options().chunk_bytes;
+    Placement placement{(1 + below(slot / kBlockBytes)) * kBlockBytes, {}, below(5)};
+    if (below(2) == 0) placement.chunk_bytes = (1 + below(3)) * slot;
+    const auto width =
+        static_cast<int>(1 + below(static_cast<uint64_t>(fixture_.options().devices)));
+    for (int i = 0; i < width; ++i) placement.devices.push_back(static_cast<uint16_t>(i));
+    REQUIRE(fixture_.engine().place(7, placement).ok());
   }
 
   void write(uint64_t offset) {
@@ -151,6 +166,91 @@ TEST_CASE("a file equals a string under random operations") {
       ModelRun({devices, chunk, 24}, seed).run(400);
     }
   }
+}
+
+TEST_CASE("a chunk larger than a slot lies on one device") {
+  EngineFixture fixture({2, 256 * 1024, 32});
+  const std::shared_ptr<File> file = fixture.load(1);
+  REQUIRE(fixture.engine().place(1, {1024 * 1024, {0, 1}, 1}).ok());
+  const auto written = [&](size_t device) {
+    return fixture.engine().devices()[device]->statistics().bytes_written;
+  };
+  const std::string content = random_bytes(1024 * 1024, 1);
+  REQUIRE(fixture.write(*file, 0, content) == 0);
+  REQUIRE(fixture.commit(*file, false) == 0);
+  CHECK(written(0) == 0);
+  CHECK(written(1) == 1024 * 1024);
+  REQUIRE(fixture.write(*file, 1024 * 1024, content) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(written(0) == 1024 * 1024);
+  CHECK(written(1) == 1024 * 1024);
+  CHECK(fixture.read(*file, 0, 2 * content.size()) == content + content);
+}
+
+TEST_CASE("new chunks go elsewhere once nothing is staged") {
+  EngineFixture fixture({2, 256 * 1024, 32});
+  const std::shared_ptr<File> file = fixture.load(1);
+  const std::string content = random_bytes(700'000, 1);
+  REQUIRE(fixture.write(*file, 0, content) == 0);
+  CHECK(fixture.engine().place(1, {128 * 1024, {0}, 0}).error() == EBUSY);
+  REQUIRE(fixture.commit(*file, false) == 0);
+  CHECK(fixture.engine().place(1, {100, {0}, 0}).error() == EINVAL);
+  CHECK(fixture.engine().place(2, {128 * 1024, {0}, 0}).error() == ENOENT);
+  REQUIRE(fixture.engine().place(1, {128 * 1024, {0}, 0}).ok());
+  const uint64_t before = fixture.engine().devices()[1]->statistics().bytes_written;
+  REQUIRE(fixture.write(*file, 700'000, content) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(fixture.engine().devices()[1]->statistics().bytes_written == before);
+  CHECK(fixture.read(*file, 0, 2 * content.size()) == content + content);
+}
+
+TEST_CASE("a depth keeps chunks back until others are on the device") {
+  EngineFixture fixture({1, 256 * 1024, 64});
+  const std::shared_ptr<File> file = fixture.load(1);
+  for (const uint32_t depth : {1U, 0U}) {
+    file->set_flow({Ack::Early, depth, 0, true});
+    REQUIRE(fixture.write(*file, 0, random_bytes(40 * 256 * 1024, depth)) == 0);
+    REQUIRE(fixture.commit(*file, false) == 0);
+    CHECK(fixture.read(*file, 0, 100) == random_bytes(100, depth));
+    const uint64_t most = fixture.engine().devices()[0]->statistics().requests_in_flight_max;
+    if (depth == 1) CHECK(most == 1);
+    if (depth == 0) CHECK(most > 1);
+  }
+}
+
+TEST_CASE("a depth that is given up lets chunks go that it kept back") {
+  EngineFixture fixture({1, 256 * 1024, 64});
+  const std::shared_ptr<File> file = fixture.load(1);
+  file->set_flow({Ack::Early, 1, 0, true});
+  for (int round = 0; round < 50; ++round) {
+    REQUIRE(fixture.write(*file, 0, std::string(10 * 256 * 1024, 'a')) == 0);
+    file->set_flow({Ack::Early, static_cast<uint32_t>(round % 2), 0, true});
+    REQUIRE(fixture.commit(*file, false) == 0);
+  }
+}
+
+TEST_CASE("a file holds no more staging buffers than it may, whatever it writes") {
+  const uint64_t seed = test_seed();
+  CAPTURE(seed);
+  EngineFixture fixture({2, 256 * 1024, 64});
+  const std::shared_ptr<File> file = fixture.load(1);
+  file->set_flow({Ack::Early, 0, 2, true});
+  const auto held = [&] { return 64 - fixture.engine().arena().free_count(); };
+  std::mt19937_64 random(seed);
+  REQUIRE(fixture.write(*file, 0, std::string(20'000, 'i')) == 0);  // not inline any more
+  uint64_t most = 0;
+  for (int i = 0; i < 300; ++i) {
+    // Partly filled chunks, which nothing seals but the limit, and whole ones.
+    const uint64_t length = random() % 3 == 0 ? 256 * 1024 : 1 + random() % 1000;
+    REQUIRE(fixture.write(*file, random() % 40 * 256 * 1024, std::string(length, 'x')) == 0);
+    most = std::max<uint64_t>(most, held());
+  }
+  CHECK(most <= 4);
+  CHECK(most >= 3);
+  // One write may need more than that: it gets them when nothing else is held.
+  REQUIRE(fixture.write(*file, 100, std::string(6 * 256 * 1024, 'y')) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, 100, 6 * 256 * 1024) == std::string(6 * 256 * 1024, 'y'));
 }
 
 TEST_CASE("writers, readers and commits at once lose nothing") {

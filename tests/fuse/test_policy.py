@@ -64,7 +64,7 @@ def test_the_table_says_where_a_setting_comes_from(directory: Path) -> None:
         (("replace=never",), "replace cannot be 'never'; take whole or inplace"),
         (("commit=x",), "commit cannot be 'x'; take close or group"),
         (("commit_marker=a/b",), "commit_marker cannot be 'a/b'; take the name of a file"),
-        (("colour=red",), "there is no setting 'colour'; known are replace, versions"),
+        (("colour=red",), "there is no setting 'colour'; known are width, devices, chunk"),
         (("versions",), "'versions' has no value; write key=value"),
         (("versions=1", "versions=2"), "versions is set twice; leave one out"),
         ((), "nothing to set; write KEY=VALUE"),

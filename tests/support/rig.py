@@ -17,6 +17,7 @@ import trio
 
 from fpfs.core.engine import EngineConfig
 from fpfs.core.policy import Acknowledge, Policy
+from fpfs.core.policy_rules import DeviceFacts, MountFacts
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.commit import Commit
 from fpfs.daemon.groups import Groups
@@ -35,6 +36,14 @@ SUPERUSER = Caller(0, 0)
 USER = Caller(1000, 1000)
 LARGE = 300_000
 """A content that does not fit the catalog, in bytes: five blocks, on two devices."""
+
+
+MOUNT = MountFacts(
+    devices=(DeviceFacts(0, ("fast",)), DeviceFacts(1, ("slow",))),
+    slot_bytes=1024 * 1024,
+    staging_bytes=64 * 1024 * 1024,
+    depth=16,
+)
 
 
 class Rig:
@@ -58,9 +67,10 @@ class Rig:
             object_base=self.catalog.object_base,
         )
         self.engine = MemoryEngine(config, devices=devices)
-        policy = Policy(devices=(0, 1), chunk_bytes=65536, ack=ack)
         self.inodes = InodeTable(catalog=self.catalog, engine=self.engine)
-        self.policies = Policies(self.catalog)
+        self.policies = Policies(
+            self.catalog, defaults=Policy(chunk_bytes=65536, ack=ack), mount=lambda: MOUNT
+        )
         self.versions = Versions(
             catalog=self.catalog, engine=self.engine, inodes=self.inodes, policies=self.policies
         )
@@ -68,9 +78,8 @@ class Rig:
             catalog=self.catalog,
             engine=self.engine,
             inodes=self.inodes,
-            ack=ack,
             versions=self.versions,
-            is_whole=policy.is_whole,
+            policies=self.policies,
             durable_within_s=durable_within_s,
         )
         self.groups = Groups(
@@ -84,7 +93,7 @@ class Rig:
             commit=self.commit,
             requests=self.requests,
             groups=self.groups,
-            policy=policy,
+            policies=self.policies,
             versions=self.versions,
             device_paths={0: folder, 1: folder},
         )

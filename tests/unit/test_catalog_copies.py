@@ -470,13 +470,13 @@ async def test_numbers_are_not_used_twice_after_a_change_of_the_leader(tmp_path:
 
 @pytest.fixture
 def small_device(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A catalog's folder; the device that the test names is a filesystem of 16 MiB."""
+    """A catalog's folder; the device that the test names is a filesystem of 32 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small filesystem needs root")
     folder = tmp_path / "catalog"
     small = folder / request.param
     small.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", small], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", small], check=True)
     yield folder
     subprocess.run(["umount", "-l", small], check=True)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpfs.core import errors
-from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Layout, crc32c
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, crc32c
 from fpfs.core.errors import DamagedData, FpfsError
 from fpfs.core.layout import (
     UNVERIFIED,
@@ -24,7 +24,6 @@ from fpfs.core.layout import (
     encode_segment,
     runs_of_file,
 )
-from fpfs.core.policy import Policy, rotate_layouts
 
 CLASSES = [
     found
@@ -140,34 +139,3 @@ def test_runs_of_a_file_count_from_its_start() -> None:
     runs = runs_of_file(blobs)
     assert [run.block for run in runs] == [0, 1, 2 * SEGMENT_BLOCKS + 3]
     assert bytes_by_device(runs) == {0: BLOCK_BYTES, 1: 6 * BLOCK_BYTES}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"devices": ()}, "at least one device"),
-        ({"devices": (1, 2, 1)}, "name one device twice"),
-        ({"devices": (1,), "chunk_bytes": 0}, "chunk size 0 is not a positive multiple of 65536"),
-        ({"devices": (1,), "chunk_bytes": 65_537}, "chunk size 65537 is not a positive multiple"),
-        ({"devices": (1, 2), "width": 3}, "width 3 does not fit 2 devices"),
-    ],
-)
-def test_policies_that_no_layout_could_follow(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Policy(**settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (0, [((4, 5, 6), 0), ((4, 5, 6), 1), ((4, 5, 6), 2), ((4, 5, 6), 0)]),
-        (2, [((4, 5), 0), ((5, 6), 0), ((6, 4), 0), ((4, 5), 0)]),
-    ],
-)
-def test_new_files_start_on_devices_in_turn(
-    width: int, expected: list[tuple[tuple[int, ...], int]]
-) -> None:
-    layouts = rotate_layouts(Policy(devices=(4, 5, 6), width=width))
-    for devices, first in expected:
-        wanted = Layout(chunk_bytes=1024 * 1024, devices=devices, first=first)
-        assert next(layouts) == wanted

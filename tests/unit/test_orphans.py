@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from fpfs.core.engine import DeviceConfig, EngineConfig, NativeEngine, ObjectId
+from fpfs.core.engine import DeviceConfig, EngineConfig, ObjectId
+from fpfs.core.native_engine import NativeEngine
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_schema import flush_directory, row_crc
 from fpfs.daemon.devices import DeviceDirectory
