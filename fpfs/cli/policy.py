@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
 from rich.table import Table
 
-from fpfs.cli.show import open_console
+from fpfs.cli.policy_files import Difference, difference, read_settings, write_settings
+from fpfs.cli.show import open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory, show_text
-from fpfs.core.policy import check_key, split_setting
-from fpfs.core.questions import ChangePolicy, PolicyChange
-from fpfs.core.refusal import Refused
+from fpfs.core.policy import PROFILES, check_key, split_setting
+from fpfs.core.questions import (
+    ApplyPolicies,
+    ChangePolicy,
+    ExplainPolicy,
+    ListPolicies,
+    PolicyChange,
+)
+from fpfs.core.refusal import Refused, refuse_empty
+from fpfs.core.reports import PoliciesListed, PolicyExplained, PolicySetting
+from fpfs.core.units import format_exact, format_size
 
-app = App(name="policy", help="Show and change what holds in a directory and below it.")
+HELP = """Show and change what holds in a directory and below it.
+
+Settings hold for a directory and all below it, until a directory below differs. Where contents go
+counts from the next version of a file on: what is committed stays where it is.
+
+- width=N|all: over how many devices a file is striped.
+- devices=WORD,...|all: which it may use, by number or tag (fpfs-ctl device list).
+- chunk=SIZE: bytes on one device before the next device's turn, 128K to 1G.
+- first=rotate|least-used|rank: which device gets the first chunk: the one after the last file's,
+  the one with the most free space, or the one that the rank in the file's name counts to.
+- depth=N|auto: how many chunks of a file may be on their way to each device at once.
+- buffers=N|auto: how many of them may be staged for each device; 2 is double buffering.
+- ack=early|close|durable: when a writer is answered: at once, or at close() or at each write() when
+  its bytes are durable.
+- commit=close|group: whether each file is complete when it is closed, or each directory that is
+  made here when it is said to be: after a crash it is there with all its files, or not at all.
+- commit_marker=NAME: the name whose appearance by rename says so (.metadata).
+- versions=N: how many former contents of each name are kept.
+- replace=whole|inplace: whether a content stays until the one that replaces it is whole.
+- whole=PATTERN:...|none: names that never show what a killed writer left.
+- reads=cached|direct: whether who only reads goes through the kernel's page cache.
+"""
+
+app = App(name="policy", help=HELP)
 
 Json = Annotated[bool, Parameter(negative="", show_default=False)]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 @app.command(name="get")
@@ -34,31 +70,39 @@ def show(directory: str, /, *, json: Json = False) -> int:
 
 
 @app.command(name="set")
-def set_(directory: str, /, *settings: str, json: Json = False) -> int:
+def set_(directory: str, /, *settings: str, profile: str | None = None, json: Json = False) -> int:
     """Set KEY=VALUE for DIRECTORY and all below it, until a directory below differs.
-
-    replace=whole|inplace: whether a file's content stays until the one that replaces it is whole.
-    versions=N: how many former contents of each name are kept.
-    commit=close|group: whether each file is complete when it is closed, or each directory that is
-    made here when it is said to be; after a crash that is there with all its files or not at all.
-    commit_marker=NAME: the name whose appearance by rename says so (.metadata).
 
     Parameters
     ----------
     settings
-        What to set, each as KEY=VALUE.
+        What to set, each as KEY=VALUE (fpfs-ctl policy --help has the keys).
+    profile
+        Set all that a profile has first: throughput, safe, small-files, archive.
     json
         Print what holds then as JSON.
     """
     asked = f"policy set {directory}"
-    if not settings:
-        raise Refused(asked=asked, wrong="nothing to set", remedy="write KEY=VALUE, see --help")
     values: dict[str, str] = {}
     for word in settings:
         key, value = split_setting(word, asked=asked)
         if values.setdefault(key, value) != value:
             raise Refused(asked=asked, wrong=f"{key} is set twice", remedy="leave one out")
+    if profile is not None:
+        values = {**_profile(profile, asked=asked), **values}
+    if not values:
+        raise Refused(asked=asked, wrong="nothing to set", remedy="write KEY=VALUE, see --help")
     return _change(directory, PolicyChange(values=values), asked=asked, json=json)
+
+
+def _profile(name: str, *, asked: str) -> Mapping[str, str]:
+    if name not in PROFILES:
+        raise Refused(
+            asked=asked,
+            wrong=f"there is no profile '{name}'",
+            remedy=f"known are {', '.join(PROFILES)}",
+        )
+    return PROFILES[name]
 
 
 @app.command
@@ -86,11 +130,212 @@ def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> 
         ino = inode_of_directory(directory, asked=asked)
         shown = client.ask(ChangePolicy(ino=ino, change=change))
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
-        return 0
+        _print_json(shown)
+    else:
+        _show_settings(shown.settings)
+    return 0
+
+
+def _show_settings(settings: Sequence[PolicySetting]) -> None:
     table = Table("setting", "value", "from")
-    for setting in shown.settings:
+    for setting in settings:
         origin = "default" if setting.is_default else setting.set_at
         table.add_row(setting.key, show_text(setting.value), show_text(origin))
     open_console().print(table)
+
+
+def _print_json(shown: msgspec.Struct) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
+
+
+@app.command(name="list")
+def list_(directory: str = ".", /, *, json: Json = False) -> int:
+    """List what was set for DIRECTORY and for those below it.
+
+    Parameters
+    ----------
+    json
+        Print it as JSON.
+    """
+    listed = _list(directory, asked=f"policies of {directory}")
+    if json:
+        _print_json(listed)
+        return 0
+    if not listed.directories:
+        sys.stdout.write("nothing is set: the mount's options and defaults hold\n")
+        return 0
+    table = Table("directory", "setting", "value")
+    for each in listed.directories:
+        for number, (key, value) in enumerate(sorted(each.settings.items())):
+            table.add_row("" if number else show_text(each.path), key, show_text(value))
+    open_console().print(table)
     return 0
+
+
+def _list(directory: str, *, asked: str) -> PoliciesListed:
+    with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
+        return client.ask(ListPolicies(ino=inode_of_directory(directory, asked=asked)))
+
+
+@app.command
+def explain(path: str, /, *, json: Json = False) -> int:
+    """Explain what holds for the file at PATH, which need not exist, and where it lies.
+
+    Where it lies is told as of its last commit (fpfs-ctl wait PATH waits for that).
+
+    Parameters
+    ----------
+    json
+        Print it as JSON.
+    """
+    asked = f"policy of {path}"
+    refuse_empty(path, what="path", asked=asked)
+    directory, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise Refused(asked=asked, wrong="this is a directory", remedy="use fpfs-ctl policy get")
+    with ControlClient(find_fpfs(directory or ".", asked=asked), asked=asked) as client:
+        ino = inode_of_directory(directory or ".", asked=asked)
+        found = client.ask(ExplainPolicy(directory=ino, name=os.fsencode(name)))
+    if json:
+        _print_json(found)
+        return 0
+    _show_settings(found.settings)
+    for line in _explain(found):
+        say(open_console(), line)
+    return 0
+
+
+def _explain(found: PolicyExplained) -> list[str]:
+    devices = ", ".join(map(str, found.devices))
+    where = f"all of the devices {devices}"
+    if found.width < len(found.devices):
+        where = f"{found.width} of the devices {devices}"
+    rank = "" if found.rank is None else f", from the one that its rank {found.rank} counts to"
+    lines = [f"its next version goes to {where}{rank}"]
+    if found.shows_whole:
+        lines.append("its name never shows what a killed writer left")
+    present = found.present
+    if present is None:
+        return [*lines, "there is no such file yet"]
+    held = ", ".join(
+        f"{format_size(size_bytes)} on device {number}"
+        for number, size_bytes in sorted(present.bytes_by_device.items())
+    )
+    chunk = f" in chunks of {format_exact(present.chunk_bytes)}" if held else ""
+    lines.append(f"now it has {format_size(present.size)}: {held or 'in the catalog'}{chunk}")
+    if not present.follows_policy:
+        lines.append("that is from before the policy: its next version goes where the policy says")
+    return lines
+
+
+@app.command
+def profiles(*, json: Json = False) -> int:
+    """List the profiles, which are settings that go together.
+
+    Parameters
+    ----------
+    json
+        Print them as JSON.
+    """
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(PROFILES), indent=2).decode())
+        sys.stdout.write("\n")
+        return 0
+    table = Table("profile", "settings")
+    for name, settings in PROFILES.items():
+        table.add_row(name, " ".join(f"{key}={value}" for key, value in settings.items()))
+    open_console().print(table)
+    return 0
+
+
+@app.command(name="export")
+def export_(directory: str = ".", /, *, output: Annotated[str, Parameter(alias="-o")] = "-") -> int:
+    """Write what was set for DIRECTORY and for those below it as TOML.
+
+    Parameters
+    ----------
+    output
+        The file to write, which is replaced whole; - is standard output.
+    """
+    asked = f"policy export {directory}"
+    listed = _list(directory, asked=asked)
+    text = write_settings(_by_relative_path(listed, directory))
+    if output == "-":
+        sys.stdout.write(text)
+        return 0
+    made = Path(f"{output}.new")
+    try:
+        made.write_text(text)
+        made.replace(output)
+    except OSError as error:
+        raise Refused(
+            asked=asked,
+            wrong=f"{output} cannot be written ({error.strerror})",
+            remedy="name another",
+        ) from None
+    return 0
+
+
+def _by_relative_path(listed: PoliciesListed, directory: str) -> dict[str, Mapping[str, str]]:
+    """Return settings by path from `directory`, which is "." itself."""
+    root = find_fpfs(directory, asked="policy").mountpoint
+    top = os.path.normpath(f"/{os.path.relpath(os.path.realpath(directory), root)}")
+    return {os.path.relpath(each.path, top): each.settings for each in listed.directories}
+
+
+@app.command
+def apply(
+    directory: str, file: str, /, *, yes: Annotated[Flag, Parameter(alias="-y")] = False
+) -> int:
+    """Make the policies of DIRECTORY and below what FILE has, which policy export wrote.
+
+    What differs is shown first; then it is asked for, or done at once with --yes. Settings that
+    FILE does not have are dropped. All of it is done, or nothing.
+
+    Parameters
+    ----------
+    file
+        A TOML file; - is standard input.
+    yes
+        Do not ask.
+    """
+    asked = f"policy apply {directory}"
+    wanted = read_settings(file, asked=asked)
+    present = _by_relative_path(_list(directory, asked=asked), directory)
+    differences = difference(present, wanted)
+    if not differences:
+        sys.stdout.write("nothing differs\n")
+        return 0
+    console = open_console()
+    for each in differences:
+        say(console, each.shown())
+    if not yes and not _confirmed():
+        sys.stdout.write("nothing was changed; --yes applies it\n")
+        return 1
+    changes = tuple(
+        (inode_of_directory(os.path.join(directory, path), asked=f"{asked}: {path}"), change)
+        for path, change in _changes_of(differences).items()
+    )
+    with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
+        client.ask(ApplyPolicies(changes=changes))
+    return 0
+
+
+def _changes_of(differences: Sequence[Difference]) -> dict[str, PolicyChange]:
+    changes: dict[str, PolicyChange] = {}
+    for path in dict.fromkeys(each.path for each in differences):
+        mine = [each for each in differences if each.path == path]
+        changes[path] = PolicyChange(
+            values={each.key: each.after for each in mine if each.after is not None},
+            unset=tuple(each.key for each in mine if each.after is None),
+        )
+    return changes
+
+
+def _confirmed() -> bool:
+    """Ask on a terminal; elsewhere nobody is there to answer."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    sys.stdout.write("apply it? [y/N] ")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

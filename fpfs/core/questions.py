@@ -16,6 +16,8 @@ import msgspec
 
 from fpfs.core.reports import (
     Flushed,
+    PoliciesListed,
+    PolicyExplained,
     PolicyShown,
     Renewing,
     Scrubbed,
@@ -130,6 +132,37 @@ class ChangePolicy(Question[PolicyShown], kw_only=True, frozen=True, tag="policy
     change: PolicyChange = PolicyChange()
 
 
+class ListPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="policies"):
+    """List what was set for a directory and for those below it."""
+
+    answer = PoliciesListed
+    owners = True
+    asked_again = True
+
+    ino: int
+
+
+class ApplyPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="apply"):
+    """Change the policies of several directories, all or none; tells what is set in all then."""
+
+    answer = PoliciesListed
+    owners = True
+    asked_again = True
+
+    changes: tuple[tuple[int, PolicyChange], ...]
+
+
+class ExplainPolicy(Question[PolicyExplained], kw_only=True, frozen=True, tag="explain"):
+    """Tell what holds for a name in a directory, which need not exist."""
+
+    answer = PolicyExplained
+    owners = True
+    asked_again = True
+
+    directory: int
+    name: bytes
+
+
 class ListVersions(Question[VersionsShown], kw_only=True, frozen=True, tag="versions"):
     """List the former contents of a name in a directory."""
 
@@ -176,6 +209,9 @@ AnyQuestion: TypeAlias = (
     | RestartServer
     | ScrubNext
     | ChangePolicy
+    | ListPolicies
+    | ApplyPolicies
+    | ExplainPolicy
     | ListVersions
     | RestoreVersion
     | CommitGroup

@@ -50,6 +50,48 @@ class PolicyShown(msgspec.Struct, kw_only=True, frozen=True):
     settings: tuple[PolicySetting, ...]
 
 
+class DirectorySettings(msgspec.Struct, kw_only=True, frozen=True):
+    """What was set for one directory; `path` starts at the mountpoint, with a slash."""
+
+    path: str
+    settings: Mapping[str, str]
+
+
+class PoliciesListed(msgspec.Struct, kw_only=True, frozen=True):
+    """The directories for which something was set, by path."""
+
+    directories: tuple[DirectorySettings, ...]
+
+
+class PresentPlacement(msgspec.Struct, kw_only=True, frozen=True):
+    """Where the committed content of a file lies, and the layout that it was written by.
+
+    `bytes_by_device` counts blocks on devices; a small content is in the catalog and on none.
+    """
+
+    size: int
+    chunk_bytes: int
+    devices: tuple[int, ...]
+    bytes_by_device: Mapping[int, int]
+    follows_policy: bool
+
+
+class PolicyExplained(msgspec.Struct, kw_only=True, frozen=True):
+    """What holds for a file, or would for one of this name.
+
+    The next version of it goes to `width` of `devices`; `rank` is that in its name, if the policy
+    asks for one. `shows_whole` says whether the name never shows what a killed writer left.
+    `present` is what is there now, if anything is.
+    """
+
+    settings: tuple[PolicySetting, ...]
+    devices: tuple[int, ...]
+    width: int
+    rank: int | None
+    shows_whole: bool
+    present: PresentPlacement | None
+
+
 class FormerVersion(msgspec.Struct, kw_only=True, frozen=True):
     """A former content of a name; `path` is where it can be read, from the mountpoint.
 

@@ -16,10 +16,13 @@ import trio
 
 import fpfs
 from fpfs.core.questions import (
+    ApplyPolicies,
     AskStatus,
     ChangePolicy,
     CommitGroup,
+    ExplainPolicy,
     FlushAll,
+    ListPolicies,
     ListVersions,
     Question,
     RestartServer,
@@ -35,7 +38,7 @@ from fpfs.daemon.scrub import Scrub
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
-    from fpfs.core.reports import PolicyShown, VersionsShown
+    from fpfs.core.reports import PoliciesListed, PolicyExplained, PolicyShown, VersionsShown
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import Handler
@@ -91,6 +94,9 @@ class ControlledServer:
             RestartServer: self.prepare_renewal,
             ScrubNext: self.scrub,
             ChangePolicy: self.change_policy,
+            ListPolicies: self.list_policies,
+            ApplyPolicies: self.apply_policies,
+            ExplainPolicy: self.explain_policy,
             ListVersions: self.list_versions,
             RestoreVersion: self.restore,
             CommitGroup: self.commit_group,
@@ -192,6 +198,18 @@ class ControlledServer:
     async def change_policy(self, question: ChangePolicy) -> PolicyShown:
         """Set and unset for a directory."""
         return await self._policies.change(question.ino, question.change)
+
+    async def list_policies(self, question: ListPolicies) -> PoliciesListed:
+        """Return what was set for a directory and for those below it."""
+        return await self._policies.list_all(question.ino)
+
+    async def apply_policies(self, question: ApplyPolicies) -> PoliciesListed:
+        """Set and unset for several directories, all or none."""
+        return await self._policies.apply(question.changes)
+
+    async def explain_policy(self, question: ExplainPolicy) -> PolicyExplained:
+        """Tell what holds for a name, and where its content lies."""
+        return await self._policies.explain(question.directory, question.name)
 
     async def commit_group(self, question: CommitGroup) -> Flushed:
         """Commit a directory as a whole, durably. OSError when that cannot be."""

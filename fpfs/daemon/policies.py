@@ -12,26 +12,39 @@ them (`effective`) while the trio thread sets others.
 from __future__ import annotations
 
 import logging
+import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from fpfs.core.policy import KEYS, Policy, parse_setting
-from fpfs.core.policy_rules import check_policy
+from fpfs.core.layout import bytes_by_device, runs_of_file
+from fpfs.core.placement import conforms, rank_of
+from fpfs.core.policy import KEYS, First, Policy, parse_setting
+from fpfs.core.policy_rules import check_policy, choose_devices
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import PolicySetting, PolicyShown
-from fpfs.daemon.catalog_names import path_of
+from fpfs.core.reports import (
+    DirectorySettings,
+    PoliciesListed,
+    PolicyExplained,
+    PolicySetting,
+    PolicyShown,
+    PresentPlacement,
+)
+from fpfs.daemon.catalog_contents import fetch_content
+from fpfs.daemon.catalog_names import look_up, path_of
 from fpfs.daemon.catalog_policies import (
     fetch_policies,
     list_ancestors,
     name_of_inode,
     store_policies,
 )
+from fpfs.daemon.catalog_schema import ROOT_INO
+from fpfs.daemon.inodes import decode_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fpfs.core.policy_rules import MountFacts
+    from fpfs.core.policy_rules import DeviceFacts, MountFacts
     from fpfs.core.questions import PolicyChange
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.catalog_worker import Transaction
@@ -160,9 +173,44 @@ class Policies:
             except Refused as refused:
                 if ino in stored:
                     raise
-                path = "/" + path_of(transaction, ino).decode(errors="backslashreplace")
-                wrong = f"{path} is below, and there {refused.wrong}"
+                wrong = f"{_path(transaction, ino)} is below, and there {refused.wrong}"
                 raise Refused(asked="policy", wrong=wrong, remedy=refused.remedy) from None
+
+    async def list_all(self, directory: int) -> PoliciesListed:
+        """Return what was set for a directory and for those below it."""
+
+        def find(transaction: Transaction) -> PoliciesListed:
+            found = [
+                DirectorySettings(path=_path(transaction, ino), settings=values)
+                for ino, values in self._settings.items()
+                if directory in list_ancestors(transaction, ino)
+            ]
+            return PoliciesListed(directories=tuple(sorted(found, key=lambda each: each.path)))
+
+        return await self._catalog.read(find)
+
+    async def apply(self, changes: Sequence[tuple[int, PolicyChange]]) -> PoliciesListed:
+        """Change several directories, all or none. Raises as `change`."""
+        await self.change_all(dict(changes))
+        return await self.list_all(ROOT_INO)
+
+    async def explain(self, directory: int, name: bytes) -> PolicyExplained:
+        """Return what holds for a name in a directory, and where its content lies."""
+
+        def find(transaction: Transaction) -> PolicyExplained:
+            policy = self.effective(transaction, directory)
+            devices = self._mount().devices
+            allowed = choose_devices(policy, devices)
+            return PolicyExplained(
+                settings=self._show(transaction, directory).settings,
+                devices=allowed,
+                width=min(policy.width or len(allowed), len(allowed)),
+                rank=rank_of(name) if policy.first is First.RANK else None,
+                shows_whole=policy.is_whole(name),
+                present=_present(transaction, directory, name, policy, devices),
+            )
+
+        return await self._catalog.read(find)
 
     def _show(self, transaction: Transaction, ino: int) -> PolicyShown:
         chain = list_ancestors(transaction, ino)
@@ -175,12 +223,36 @@ class Policies:
                     key=key,
                     value=values.shown(key),
                     is_default=origin is None,
-                    set_at=""
-                    if origin is None
-                    else "/" + path_of(transaction, origin).decode(errors="backslashreplace"),
+                    set_at="" if origin is None else _path(transaction, origin),
                 )
             )
         return PolicyShown(settings=tuple(shown))
+
+
+def _path(transaction: Transaction, ino: int) -> str:
+    return "/" + path_of(transaction, ino).decode(errors="backslashreplace")
+
+
+def _present(
+    transaction: Transaction,
+    directory: int,
+    name: bytes,
+    policy: Policy,
+    devices: Sequence[DeviceFacts],
+) -> PresentPlacement | None:
+    """Return where the content of a name lies, or None where there is no such file."""
+    row = look_up(transaction, directory, name)
+    if row is None or not stat.S_ISREG(row.mode):
+        return None
+    layout = decode_layout(row.layout)
+    content = fetch_content(transaction, row.ino)
+    return PresentPlacement(
+        size=row.size,
+        chunk_bytes=layout.chunk_bytes,
+        devices=layout.devices,
+        bytes_by_device=bytes_by_device(runs_of_file(blob for _, blob in content.segments)),
+        follows_policy=conforms(layout, policy, devices),
+    )
 
 
 def _canonical(values: Mapping[str, str]) -> dict[str, str]:

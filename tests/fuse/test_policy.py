@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, check_fpfs, run_fpfs
+from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 
 pytestmark = pytest.mark.usefixtures("mount")  # only fpfs has policies
 
@@ -101,3 +103,226 @@ def test_a_directory_whose_name_is_no_text(mount: Mount, directory: Path) -> Non
     assert policy("set", odd, "versions=2")["versions"][1].endswith("/\\xff\x1b[bold]")
     assert "/\\xff\\x1b[bold] " in check_fpfs("policy", "get", odd, module=CTL)
     assert mount.status().server_pid == mount.server_pid
+
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@pytest.fixture(scope="module")
+def striped() -> Iterator[Mount]:
+    """A mount over three devices."""
+    with mounted(devices=3) as made:
+        yield made
+
+
+def lies_on(path: Path) -> dict[str, object]:
+    """Where the committed content of a file is, as ``fpfs-ctl policy explain`` tells."""
+    check_fpfs("wait", path, module=CTL)
+    found = json.loads(check_fpfs("policy", "explain", path, "--json", module=CTL))
+    return dict(found["present"])
+
+
+def test_a_version_goes_where_the_policy_says_and_committed_ones_stay(striped: Mount) -> None:
+    run = striped.root / "run"
+    run.mkdir()
+    path = run / "step.pt"
+    path.write_bytes(os.urandom(6 * MIB))
+    assert lies_on(path)["bytes_by_device"] == {str(n): 2 * MIB for n in range(3)}
+    policy("set", run, "width=1", "devices=1,2", "chunk=4M")
+    assert lies_on(path)["bytes_by_device"] == {str(n): 2 * MIB for n in range(3)}
+    assert lies_on(path)["follows_policy"] is False
+    found = []
+    for _ in range(4):
+        path.write_bytes(content := os.urandom(6 * MIB))
+        present = lies_on(path)
+        assert present["chunk_bytes"] == 4 * MIB
+        assert present["follows_policy"] is True
+        assert path.read_bytes() == content
+        found.append(present["bytes_by_device"])
+    assert found in (
+        [{"1": 6 * MIB}, {"2": 6 * MIB}] * 2,
+        [{"2": 6 * MIB}, {"1": 6 * MIB}] * 2,
+    )
+    policy("set", run, "width=2")
+    path.write_bytes(content := os.urandom(6 * MIB))
+    held = lies_on(path)["bytes_by_device"]
+    assert isinstance(held, dict)
+    assert sorted(held.values()) == [2 * MIB, 4 * MIB]
+    striped.remount()
+    assert path.read_bytes() == content
+
+
+@pytest.mark.root
+def test_what_is_staged_by_a_new_layout_survives_the_server(striped: Mount) -> None:
+    """Chunks of 8 MiB, staged in slots of 1 MiB, of a file that had chunks of 1 MiB."""
+    striped.expect_log(r"server \d+ died \(signal 9\)")
+    striped.allow_log("lacked the last changes")
+    directory = striped.root / "taken over"
+    directory.mkdir()
+    path = directory / "file"
+    path.write_bytes(os.urandom(5 * MIB))
+    policy("set", directory, "chunk=8M", "width=2", "depth=1", "buffers=2")
+    content = os.urandom(20 * MIB + 77)
+    with path.open("r+b", buffering=0) as file:
+        for start in range(0, len(content), 3 * MIB):
+            file.write(content[start : start + 3 * MIB])
+            if start == 9 * MIB:
+                striped.kill(striped.server_pid)
+        assert path.read_bytes() == content
+    striped.note_processes()
+    assert lies_on(path)["chunk_bytes"] == 8 * MIB
+    striped.remount()
+    assert path.read_bytes() == content
+
+
+def commits_at(path: Path) -> tuple[int, int]:
+    """How often something was committed when write() and close() had returned."""
+    with path.open("wb", buffering=0) as file:
+        file.write(bytes(100 * KIB))
+        written = durable_size(path)
+    return written, durable_size(path)
+
+
+def durable_size(path: Path) -> int:
+    found = json.loads(check_fpfs("policy", "explain", path, "--json", module=CTL))
+    return int(found["present"]["size"])
+
+
+def test_writers_are_answered_as_the_directory_says(striped: Mount) -> None:
+    for ack, expected in (("durable", (102400, 102400)), ("close", (0, 102400))):
+        directory = striped.root / f"ack {ack}"
+        directory.mkdir()
+        policy("set", directory, f"ack={ack}")
+        assert commits_at(directory / "file") == expected
+
+
+def test_reads_go_past_the_page_cache_where_the_directory_says(striped: Mount) -> None:
+    directory = striped.root / "direct"
+    directory.mkdir()
+    path = directory / "file"
+    path.write_bytes(content := os.urandom(3 * MIB))
+    check_fpfs("wait", path, module=CTL)
+    for reads, most in (("cached", 1), ("direct", 3)):
+        policy("set", directory, f"reads={reads}")
+        before = sum(device.bytes_read for device in striped.status().devices)
+        for _ in range(3):
+            assert path.read_bytes() == content
+        read = sum(device.bytes_read for device in striped.status().devices) - before
+        assert (most - 1) * len(content) < read <= most * len(content) + MIB
+
+
+def test_names_that_show_whole_contents_are_the_directorys(striped: Mount) -> None:
+    directory = striped.root / "whole"
+    directory.mkdir()
+    policy("set", directory, "whole=*.state")
+    explained = json.loads(
+        check_fpfs("policy", "explain", directory / "a.state", "--json", module=CTL)
+    )
+    assert explained["shows_whole"] is True
+    assert explained["present"] is None
+
+
+def test_explain_says_it_in_words(striped: Mount) -> None:
+    directory = striped.root / "words"
+    directory.mkdir()
+    policy("set", directory, "first=rank", "width=1")
+    path = directory / "rank4.pt"
+    said = check_fpfs("policy", "explain", path, module=CTL)
+    assert (
+        "its next version goes to 1 of the devices 0, 1, 2, from the one that its rank 4 counts to"
+        in said
+    )
+    assert "its name never shows what a killed writer left" in said
+    assert "there is no such file yet" in said
+    path.write_bytes(bytes(200 * KIB))
+    check_fpfs("wait", path, module=CTL)
+    said = check_fpfs("policy", "explain", path, module=CTL)
+    assert "now it has 200 KiB: 256 KiB on device 1 in chunks of 1M" in said
+    assert "this is a directory" in refusal("explain", directory)
+
+
+def test_what_does_not_fit_the_mount_is_refused(striped: Mount) -> None:
+    for word, said in (
+        ("width=4", "width cannot be 4: devices=all are 3; take a number from 1 to 3, or all"),
+        ("devices=7", "no device has the number or tag '7'; take of 0, 1, 2"),
+        ("chunk=1600K", "chunk cannot be 1600K: staging buffers hold 1M; take a multiple of 64K"),
+        ("depth=99", "depth cannot be 99: this mount's devices take 16; take a number from 1 to"),
+        ("chunk=64K", "chunk cannot be '64K'; take a size from 128K to 1G, a multiple of 64K"),
+    ):
+        assert said in refusal("set", striped.root, word)
+    assert policy("get", striped.root)["width"] == ("all", "")
+
+
+def test_profiles_are_set_by_name(directory: Path) -> None:
+    shown = policy("set", directory, "--profile", "safe", "versions=5")
+    assert (shown["ack"][0], shown["versions"][0]) == ("close", "5")
+    assert "there is no profile 'fast'; known are throughput, safe" in refusal(
+        "set", directory, "--profile", "fast"
+    )
+    assert json.loads(check_fpfs("policy", "profiles", "--json", module=CTL))["small-files"]
+
+
+def test_policies_go_to_a_file_and_come_back(mount: Mount, directory: Path, tmp_path: Path) -> None:
+    for name in ("a", "a/b c", '"', ".d"):
+        (directory / name).mkdir()
+    policy("set", directory, "versions=2")
+    policy("set", directory / "a" / "b c", "chunk=4M", "whole=*.pt:*.x")
+    policy("set", directory / '"', "first=rank")
+    policy("set", directory / ".d", "versions=9")
+    file = tmp_path / "policy.toml"
+    check_fpfs("policy", "export", directory, "-o", file, module=CTL)
+    assert tomllib.loads(file.read_text()) == {
+        ".": {"versions": "2"},
+        '"': {"first": "rank"},
+        ".d": {"versions": "9"},
+        "a/b c": {"chunk": "4M", "whole": "*.pt:*.x"},
+    }
+    assert check_fpfs("policy", "apply", directory, file, module=CTL) == "nothing differs\n"
+    policy("set", directory, "versions=3", "ack=close")
+    policy("unset", directory / '"', "first")
+    done = run_fpfs("policy", "apply", directory, file, module=CTL)
+    assert done.returncode == 1  # nobody is there to confirm it
+    assert done.stdout.splitlines() == [
+        '+ ": first=rank',
+        "- .: ack=close",
+        "~ .: versions=3 becomes 2",
+        "nothing was changed; --yes applies it",
+    ]
+    assert policy("get", directory)["versions"][0] == "3"
+    check_fpfs("policy", "apply", directory, file, "--yes", module=CTL)
+    mount.remount()
+    assert policy("get", directory)["versions"][0] == "2"
+    assert policy("get", directory)["ack"][0] == "early"
+    assert policy("get", directory / '"')["first"][0] == "rank"
+    lines = check_fpfs("policy", "list", directory, module=CTL)
+    assert "/a/b c" in lines
+    assert "chunk" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1", "has 'x' outside of a directory's table"),
+        ("[", "is no TOML"),
+        ("\xff", "is no TOML"),
+        ('["../up"]\nwidth = 1', "has the path '../up', which is not below the directory"),
+        ('["/etc"]\nwidth = 1', "has the path '/etc', which is not below the directory"),
+        ('["."]\nwidth = true', "width is neither text nor a number"),
+        ('["."]\nwidth = "x"', "width cannot be 'x'; take a number from 1 to 65535, or all"),
+        ('["."]\ncolour = "x"', "there is no setting 'colour'"),
+        ('["none"]\nversions = 1', "No such file or directory"),
+        ('["."]\nversions = 1\n["sub"]\nwidth = 3', "width cannot be 3: devices=all are 2"),
+    ],
+)
+def test_a_file_that_cannot_be_applied_changes_nothing(
+    directory: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    (directory / "sub").mkdir()
+    file = tmp_path / "policy.toml"
+    file.write_text(text, encoding="latin-1")
+    done = run_fpfs("policy", "apply", directory, file, "--yes", module=CTL)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert policy("get", directory)["versions"] == ("0", "")
