@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
-from fpfs.cli import commit, policy
+from fpfs.cli import commit, devices, policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
@@ -54,6 +54,7 @@ app.command(policy.app)
 app.command(former.versions)
 app.command(former.restore)
 app.command(commit.app)
+app.command(devices.app)
 
 
 @app.command

@@ -14,12 +14,12 @@ from __future__ import annotations
 import enum
 import fnmatch
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from fpfs.core.device_names import is_number, is_tag
 from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.limits import NAME_BYTES_MAX
 from fpfs.core.refusal import Refused
@@ -174,19 +174,11 @@ def _number(field: str, *, least: int, most: int, word: str = "") -> Key:
     return Key(field, parse, show, allowed)
 
 
-_DEVICE_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-
-
-def is_device_word(text: str) -> bool:
-    """Whether this can be a tag, or the number, of a device."""
-    return _DEVICE_WORD.fullmatch(text) is not None
-
-
 def _parse_devices(text: str) -> tuple[str, ...]:
     if text == "all":
         return ()
     words = text.split(",")
-    if len(set(words)) != len(words) or not all(map(is_device_word, words)) or "all" in words:
+    if len(set(words)) != len(words) or not all(is_number(each) or is_tag(each) for each in words):
         raise ValueError(text)
     return tuple(words)
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Generic, TypeAlias, TypeVar
 import msgspec
 
 from fpfs.core.reports import (
+    DeviceTags,
     Flushed,
     PoliciesListed,
     PolicyExplained,
@@ -194,6 +195,18 @@ class CommitGroup(Question[Flushed], kw_only=True, frozen=True, tag="commit"):
     ino: int
 
 
+class TagDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="tag"):
+    """Give tags to the device with a name (a number, a directory, a tag), and take others away."""
+
+    answer = DeviceTags
+    owners = True
+    asked_again = True
+
+    device: str
+    added: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -215,6 +228,7 @@ AnyQuestion: TypeAlias = (
     | ListVersions
     | RestoreVersion
     | CommitGroup
+    | TagDevice
     | WaitForEnd
 )
 """What a line to the server is decoded as."""

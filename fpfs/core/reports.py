@@ -170,6 +170,8 @@ class DeviceState(enum.StrEnum):
     """It refused what must not fail, or cannot be looked at: new chunks avoid it."""
     MISSING = "missing"
     """The mount does without it."""
+    DRAINING = "draining"
+    """It takes no new chunks: what it holds is to be moved elsewhere."""
 
 
 class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
@@ -192,6 +194,17 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     state: DeviceState = DeviceState.OK
     error: str = ""
     """What is wrong with it; its other figures may be missing (0) then."""
+    tags: tuple[str, ...] = ()
+    has_catalog: bool = False
+    """Whether a copy of the catalog is on it, or should be."""
+
+
+class DeviceTags(msgspec.Struct, kw_only=True, frozen=True):
+    """A device and its tags, in the order of letters."""
+
+    number: int
+    path: str
+    tags: tuple[str, ...]
 
 
 class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):

@@ -29,6 +29,7 @@ import trio
 
 from fpfs.core.errors import CatalogError
 from fpfs.daemon.catalog_copies import Copies, CopyStatus
+from fpfs.daemon.catalog_devices import fetch_devices
 from fpfs.daemon.catalog_recovery import open_copies
 from fpfs.daemon.catalog_schema import (
     NUMBER_FIRST,
@@ -61,7 +62,10 @@ class CatalogStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog:
-    """An open catalog. Made by `open`; `filesystem_id`, `devices` and `object_base` are fixed."""
+    """An open catalog. Made by `open`; `filesystem_id` and `object_base` are fixed.
+
+    `devices` is what it says of them when it is opened; `registry` has that of now.
+    """
 
     def __init__(self, copies: Copies) -> None:
         """Take over what `open_copies` made; use `Catalog.open` instead."""
@@ -80,12 +84,7 @@ class Catalog:
         )
         connection.execute("INSERT OR REPLACE INTO filesystem VALUES (?, 0)", (ENDED_CLEANLY,))
         copies.commit()
-        self.devices = tuple(
-            DeviceRecord(number=number, device_id=device_id, path=device_path)
-            for number, device_id, device_path in connection.execute(
-                "SELECT number, device_id, path FROM devices ORDER BY number"
-            )
-        )
+        self.devices = fetch_devices(connection)
         (self.inode_count_at_open,) = connection.execute(
             f"SELECT count(*) FROM inodes WHERE ino = {ROOT_INO} OR ino >= {NUMBER_FIRST}"
         ).fetchone()

@@ -12,6 +12,7 @@ Concurrency: the functions block; they run before trio starts, or in the catalog
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import sqlite3
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 5
 """1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared.
-3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by
-inode."""
+3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by inode;
+devices have no state and no tags."""
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
@@ -67,8 +68,13 @@ FIXED_DIRECTORIES = (
 TABLES = (
     """CREATE TABLE filesystem (
         name TEXT PRIMARY KEY, value ANY NOT NULL) STRICT, WITHOUT ROWID""",
+    # `state` is a `DeviceUse`: a device that was removed keeps its row, and its number with it.
     """CREATE TABLE devices (
-        number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL) STRICT""",
+        number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL,
+        state INTEGER NOT NULL DEFAULT 0) STRICT""",
+    """CREATE TABLE device_tags (
+        number INTEGER NOT NULL, tag TEXT NOT NULL,
+        PRIMARY KEY (number, tag)) STRICT, WITHOUT ROWID""",
     # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
     # chunks of a regular file go, in MessagePack. `unfinished` is 1 from when a file is made under
     # a name that shows whole contents only until it is closed; `kept` of a former content.
@@ -151,12 +157,28 @@ TABLES = (
 )
 
 
+ADDED_COLUMNS = (("inodes", "unfinished"), ("inodes", "kept"), ("devices", "state"))
+"""Columns that tables of earlier formats lack."""
+
+
+class DeviceUse(enum.IntEnum):
+    """What a device is to the filesystem."""
+
+    IN_USE = 0
+    DRAINING = 1
+    """It takes no new chunks, and what it holds is being moved elsewhere."""
+    REMOVED = 2
+    """It is none of the filesystem's any more. Its number is never used again."""
+
+
 class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One device as the catalog knows it: its number in layouts, its identity, its first path."""
 
     number: int
     device_id: str
     path: str
+    use: DeviceUse = DeviceUse.IN_USE
+    tags: frozenset[str] = frozenset()
 
 
 class RootOwner(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +262,8 @@ def _fill(
     }
     connection.executemany("INSERT INTO filesystem VALUES (?, ?)", values.items())
     connection.executemany(
-        "INSERT INTO devices VALUES (?, ?, ?)", [(d.number, d.device_id, d.path) for d in devices]
+        "INSERT INTO devices VALUES (?, ?, ?, ?)",
+        [(d.number, d.device_id, d.path, d.use) for d in devices],
     )
     _fill_directory(connection, ROOT_INO, root.permissions, ROOT_INO, root)
     _fill_fixed_directories(connection, root)
@@ -336,10 +359,12 @@ def migrate(connection: sqlite3.Connection) -> None:
     if version == FORMAT_VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
-    columns = connection.execute("SELECT name FROM pragma_table_info('inodes')").fetchall()
-    for column in ("unfinished", "kept"):
+    for table, column in ADDED_COLUMNS:
+        columns = connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall()
         if (column,) not in columns:
-            connection.execute(f"ALTER TABLE inodes ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+            connection.execute(
+                f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0"
+            )
     there = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema").fetchall()}
     for statement in TABLES:
         name = statement.replace("UNIQUE ", "", 1).split(maxsplit=3)[2]

@@ -34,6 +34,7 @@ from fpfs.core.reports import Failure, Flushed, RecoveryStatus, Renewing, Scrubb
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_groups import Uncommitted
+from fpfs.daemon.device_control import DeviceControl
 from fpfs.daemon.scrub import Scrub
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import Handler
-    from fpfs.daemon.devices import DeviceSet
     from fpfs.daemon.groups import Groups
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.launch import ServerConfig
     from fpfs.daemon.namespace import Namespace
     from fpfs.daemon.policies import Policies
+    from fpfs.daemon.registry import DeviceRegistry
     from fpfs.daemon.versions import Versions
 
 EXIT_RENEWED = 4
@@ -63,7 +64,7 @@ class ControlledServer:
         self,
         *,
         config: ServerConfig,
-        devices: DeviceSet,
+        registry: DeviceRegistry,
         catalog: Catalog,
         engine: Engine,
         namespace: Namespace,
@@ -76,7 +77,7 @@ class ControlledServer:
     ) -> None:
         """Keep the parts; none of them is closed here."""
         self._config = config
-        self._devices = devices
+        self._registry = registry
         self._catalog = catalog
         self._engine = engine
         self._namespace = namespace
@@ -100,15 +101,13 @@ class ControlledServer:
             ListVersions: self.list_versions,
             RestoreVersion: self.restore,
             CommitGroup: self.commit_group,
+            **DeviceControl(registry=registry).handlers,
         }
         self._scrub = Scrub(
             catalog=catalog,
             engine=engine,
-            device_paths={
-                **{device.number: device.path for device in devices.devices},
-                **{device.number: device.path for device in devices.missing},
-            },
-            missing={device.number for device in devices.missing},
+            device_paths=lambda: registry.paths,
+            missing=lambda: registry.missing,
         )
 
     def recovered(self, recovery: RecoveryStatus) -> None:
@@ -129,14 +128,14 @@ class ControlledServer:
         self._namespace.catch_up()
         statistics = self._engine.statistics()
         devices = await trio.to_thread.run_sync(
-            metrics.device_statuses, self._devices.devices, self._devices.missing, statistics
+            metrics.device_statuses, self._registry.members, statistics, self._catalog.copies()
         )
         return Status(
             version=fpfs.__version__,
             server_pid=os.getpid(),
             keeper_pid=self._link.keeper_pid,
             restarts=self._restarts,
-            filesystem_id=self._devices.filesystem_id,
+            filesystem_id=self._catalog.filesystem_id,
             mountpoint=self._config.mountpoint,
             started_unix_s=self._link.started_unix_s,
             ack=self._config.options.ack,

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from fpfs.core.reports import (
     CatalogCopyStatus,
     CatalogStatus,
@@ -20,25 +22,31 @@ from fpfs.core.reports import (
 from fpfs.daemon.asides import signal_name
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
+from fpfs.daemon.catalog_copies import CopyStatus
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
-from fpfs.daemon.devices import DeviceDirectory
-from fpfs.daemon.missing import MissingDevice
+from fpfs.daemon.registry import Member
 
 
 def device_statuses(
-    devices: Sequence[DeviceDirectory],
-    missing: Sequence[MissingDevice],
-    statistics: Mapping[str, object],
+    members: Sequence[Member], statistics: Mapping[str, object], copies: Sequence[CopyStatus]
 ) -> tuple[DeviceStatus, ...]:
     """Status of each device. Blocks: it adds up the objects' allocated bytes."""
     by_number = cast("Mapping[int, Mapping[str, Any]]", statistics["devices"])
-    found = [_device_status(device, by_number[device.number]) for device in devices]
-    found += [_missing_status(device) for device in missing]
-    return tuple(sorted(found, key=lambda device: device.number))
+    with_catalog = {os.path.dirname(copy.path) for copy in copies}
+    return tuple(
+        msgspec.structs.replace(
+            _missing_status(member)
+            if member.is_missing
+            else _device_status(member, by_number[member.number]),
+            tags=tuple(sorted(member.tags)),
+            has_catalog=member.path in with_catalog,
+        )
+        for member in members
+    )
 
 
-def _missing_status(device: MissingDevice) -> DeviceStatus:
+def _missing_status(device: Member) -> DeviceStatus:
     return DeviceStatus(
         number=device.number,
         path=device.path,
@@ -55,8 +63,8 @@ def _missing_status(device: MissingDevice) -> DeviceStatus:
     )
 
 
-def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> DeviceStatus:
-    state = DeviceState.OK
+def _device_status(device: Member, figures: Mapping[str, Any]) -> DeviceStatus:
+    state = DeviceState.DRAINING if device.is_draining else DeviceState.OK
     troubles = []
     checksum_errors = int(figures["checksum_errors"])
     read_errors = int(figures["read_errors"])
@@ -74,7 +82,7 @@ def _device_status(device: DeviceDirectory, figures: Mapping[str, Any]) -> Devic
         filesystem = os.statvfs(device.path)
         bytes_free = filesystem.f_bavail * filesystem.f_frsize
         bytes_total = filesystem.f_blocks * filesystem.f_frsize
-        bytes_used = allocated_bytes(device.objects_path)
+        bytes_used = allocated_bytes(device.directory.objects_path)
     except OSError as problem:
         state = DeviceState.FAILED
         troubles.append(f"cannot be read: {problem.strerror}")

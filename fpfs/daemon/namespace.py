@@ -44,8 +44,7 @@ from fpfs.daemon.placing import Placing
 from fpfs.daemon.space import DeviceSpace, Space
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
@@ -79,16 +78,14 @@ class Namespace:
         requests: Requests,
         versions: Versions,
         groups: Groups,
-        device_paths: Mapping[int, Path],
+        device_paths: Callable[[], Mapping[int, str]],
     ) -> None:
-        """Build the parts. `device_paths` are the device directories by number, for statfs."""
+        """Build the parts. `device_paths` tells the device directories of now, by number."""
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
-        self._space = DeviceSpace(device_paths.values())
-        placing = Placing(
-            catalog=catalog, engine=engine, policies=policies, device_paths=lambda: device_paths
-        )
+        self._space = DeviceSpace(device_paths)
+        placing = Placing(catalog=catalog, engine=engine, policies=policies, space=self._space)
         # The catalog counts servers, so each has handles of its own.
         handle_first = catalog.object_base << HANDLE_BITS
         self.files = Files(

@@ -16,11 +16,13 @@ from fpfs.core.policy import Policy
 from fpfs.core.policy_rules import DeviceFacts, MountFacts
 from fpfs.daemon import mounting
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
+from fpfs.daemon.catalog_schema import DeviceUse
 from fpfs.daemon.places import CPU_LATENCY, arena_path
 
 if TYPE_CHECKING:
     from fpfs.daemon.devices import DeviceSet
     from fpfs.daemon.launch import ServerConfig
+    from fpfs.daemon.registry import DeviceRegistry
 
 CATALOG_NAME = "catalog.db"
 
@@ -75,7 +77,7 @@ def check_identity(catalog: Catalog, devices: DeviceSet) -> None:
     known = {
         device.number: device.device_id
         for device in catalog.devices
-        if device.number not in missing
+        if device.number not in missing and device.use is not DeviceUse.REMOVED
     }
     found = {device.number: device.device_id for device in devices.devices}
     if catalog.filesystem_id != devices.filesystem_id:
@@ -119,10 +121,13 @@ def default_policy(options: MountOptions) -> Policy:
     return Policy(chunk_bytes=options.chunk_bytes, ack=options.ack, whole=options.whole)
 
 
-def mount_facts(options: MountOptions, devices: DeviceSet) -> MountFacts:
-    """The mount as policies see it."""
+def mount_facts(options: MountOptions, registry: DeviceRegistry) -> MountFacts:
+    """The mount as policies see it. What is meant for a device that is missing goes elsewhere."""
     return MountFacts(
-        devices=[DeviceFacts(number) for number in devices.numbers],
+        devices=[
+            DeviceFacts(member.number, tuple(sorted(member.tags)), not member.is_draining)
+            for member in registry.members
+        ],
         slot_bytes=options.slot_bytes,
         staging_bytes=options.staging_bytes,
         depth=options.depth,

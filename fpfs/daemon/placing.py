@@ -5,16 +5,13 @@ Invariants:
     over goes by that. So a layout changes while nothing is staged, and is in the catalog before
     anybody can write.
 
-Concurrency: trio thread only. What is measured is measured in trio's threads.
+Concurrency: trio thread only.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
-
-import trio
 
 from fpfs.core.engine import Flow
 from fpfs.core.placement import Placer, conforms
@@ -23,14 +20,12 @@ from fpfs.daemon.catalog_attributes import store_layout
 from fpfs.daemon.inodes import decode_layout, encode_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
     from fpfs.core.engine import Engine, Layout
     from fpfs.core.policy import Policy
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.inodes import Inode
     from fpfs.daemon.policies import Governed, Policies
+    from fpfs.daemon.space import DeviceSpace
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +39,13 @@ class Placing:
         catalog: Catalog,
         engine: Engine,
         policies: Policies,
-        device_paths: Callable[[], Mapping[int, Path]],
+        space: DeviceSpace,
     ) -> None:
-        """Measure free space at `device_paths`, by number, where a policy asks for it."""
+        """Measure `space` where a policy asks for it."""
         self._catalog = catalog
         self._engine = engine
         self._policies = policies
-        self._device_paths = device_paths
+        self._space = space
         self._placer = Placer()
         self._stored: dict[Layout, bytes] = {}
 
@@ -106,23 +101,10 @@ class Placing:
         devices = self._policies.mount.devices
         bytes_free = None
         if policy.first is First.LEAST_USED:
-            bytes_free = await trio.to_thread.run_sync(_measure, dict(self._device_paths()))
+            bytes_free = await self._space.free_by_device()
         return self._placer.layout(policy, name, devices, bytes_free)
 
     def _encode(self, layout: Layout) -> bytes:
         if layout not in self._stored:
             self._stored[layout] = encode_layout(layout)
         return self._stored[layout]
-
-
-def _measure(paths: Mapping[int, Path]) -> dict[int, int]:
-    """Return the free space of devices, by number; one that is lost has none."""
-    found = {}
-    for number, path in paths.items():
-        try:
-            figures = os.statvfs(path)
-        except OSError as error:
-            log.debug("no space is counted for %s: %s", path, error)
-        else:
-            found[number] = figures.f_bavail * figures.f_frsize
-    return found

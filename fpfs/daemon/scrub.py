@@ -24,7 +24,7 @@ from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.catalog_schema import row_crc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from fpfs.core.engine import Engine
     from fpfs.core.questions import ScrubStep
@@ -113,10 +113,10 @@ class Scrub:
         *,
         catalog: Catalog,
         engine: Engine,
-        device_paths: Mapping[int, str],
-        missing: Collection[int],
+        device_paths: Callable[[], Mapping[int, str]],
+        missing: Callable[[], Collection[int]],
     ) -> None:
-        """Join the parts; nothing is read yet. The mount does without the devices `missing`."""
+        """Join the parts; nothing is read yet. The mount does without `missing` devices."""
         self._missing = missing
         self._catalog = catalog
         self._engine = engine
@@ -166,12 +166,12 @@ class Scrub:
 
     def _describe(self, block: _Block, count: int, code: int) -> DamagedContent:
         error = f"cannot be read: {os.strerror(code)}" if code else "checksum differs"
-        if block.device in self._missing:
+        if block.device in self._missing():
             error = "the device is missing"
         return DamagedContent(
             ino=block.ino,
             device=block.device,
-            device_path=self._device_paths.get(block.device, ""),
+            device_path=self._device_paths().get(block.device, ""),
             object=f"{block.object:016x}",
             object_block=block.object_block,
             offset_bytes=block.block * BLOCK_BYTES,

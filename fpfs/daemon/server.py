@@ -21,7 +21,6 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pyfuse3
@@ -63,6 +62,7 @@ from fpfs.daemon.opening import (
 )
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.policies import Policies
+from fpfs.daemon.registry import DeviceRegistry
 from fpfs.daemon.requests import Requests
 from fpfs.daemon.takeover import TakeOver
 from fpfs.daemon.versions import Versions
@@ -105,19 +105,19 @@ class Server:
         self._inherited = inherited
         self._config = config
         self._devices = devices
+        self._registry = DeviceRegistry(catalog=catalog, devices=devices)
         self._catalog = catalog
         self._engine = engine
         inodes = InodeTable(catalog=catalog, engine=engine)
         self._policies = Policies(
             catalog,
             defaults=default_policy(config.options),
-            mount=functools.partial(mount_facts, config.options, devices),
+            mount=functools.partial(mount_facts, config.options, self._registry),
         )
         self._versions = Versions(
             catalog=catalog, engine=engine, inodes=inodes, policies=self._policies
         )
         self._inodes = inodes
-        self._directories = inodes.directories
         self._commit = Commit(
             catalog=catalog,
             engine=engine,
@@ -138,7 +138,7 @@ class Server:
             requests=self._requests,
             versions=self._versions,
             groups=self._groups,
-            device_paths={device.number: Path(device.path) for device in devices.devices},
+            device_paths=lambda: {each.number: each.path for each in self._registry.present},
         )
         self._controlled = self._make_controlled()
         self._connection_ended = trio.Event()
@@ -148,7 +148,7 @@ class Server:
     def _make_controlled(self) -> ControlledServer:
         return ControlledServer(
             config=self._config,
-            devices=self._devices,
+            registry=self._registry,
             catalog=self._catalog,
             engine=self._engine,
             namespace=self._namespace,
@@ -168,7 +168,9 @@ class Server:
         let_go = await self._take_over()
         device, fuse_fd = await self._mount()
         self._connection_control = mounting.control_of(device, fuse_fd)
-        relay_fd = self._engine.serve(fuse_fd, self._directories, connection=self._connection())
+        relay_fd = self._engine.serve(
+            fuse_fd, self._inodes.directories, connection=self._connection()
+        )
         ending = Ending(
             device=device,
             control=self._connection_control,
@@ -251,11 +253,11 @@ class Server:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
         with contextlib.suppress(OSError):  # it is in the log
             removed = await orphans.collect(
-                catalog=self._catalog, engine=self._engine, devices=self._devices.devices
+                catalog=self._catalog, engine=self._engine, devices=self._registry.present
             )
             self._controlled.collected(removed)
             # Those on a device that is missing are looked for when it is back.
-            self._catalog.ended_cleanly = not self._devices.missing
+            self._catalog.ended_cleanly = not self._registry.missing
 
     async def _run_beside(
         self,
@@ -391,7 +393,7 @@ class Server:
             devices: Any = self._engine.statistics()["devices"]
             has_failed = any(each["failed"] or each["errors"] for each in devices.values())
             await trio.to_thread.run_sync(self._engine.close)
-            if self._devices.missing or has_failed or self._commit.statistics().failures:
+            if self._registry.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
             await self._settle_groups()

@@ -15,8 +15,7 @@ from fpfs.core.engine import RESERVE_BYTES
 from fpfs.core.limits import NAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +42,16 @@ class Space(NamedTuple):
 class DeviceSpace:
     """The filesystems that hold the device directories."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        """Measure the filesystems of these directories."""
-        self._paths = list(paths)
+    def __init__(self, paths: Callable[[], Mapping[int, str]]) -> None:
+        """Measure the filesystems of the directories that `paths` names then, by device."""
+        self._paths = paths
 
     async def measure(self, *, inode_count: int) -> Space:
         """Return the figures of now, for a filesystem of `inode_count` inodes.
 
         More inodes can be made as long as the backing filesystems have some for objects.
         """
-        figures = await trio.to_thread.run_sync(self._figures)
+        figures = await trio.to_thread.run_sync(_figures, list(self._paths().values()))
         inodes_free = sum(f.f_favail for f in figures)
         return Space(
             block_bytes=BLOCK_BYTES,
@@ -68,22 +67,40 @@ class DeviceSpace:
 
     async def is_tight(self, *, wanted_bytes: int) -> bool:
         """Whether some device is nearly full, or has less than is likely to be wanted next."""
-        figures = await trio.to_thread.run_sync(self._figures)
+        figures = await trio.to_thread.run_sync(_figures, list(self._paths().values()))
         return any(
             f.f_bavail * f.f_frsize
             < max(wanted_bytes, TIGHT_BYTES, f.f_blocks * f.f_frsize * TIGHT_SHARE)
             for f in figures
         )
 
-    def _figures(self) -> list[os.statvfs_result]:
-        """Return statvfs(3) of each backing filesystem (blocks: run in a thread).
+    async def free_by_device(self) -> dict[int, int]:
+        """Return the free space of each device; one that is lost has none."""
+        return await trio.to_thread.run_sync(_free_bytes, self._paths())
 
-        A device that is lost while mounted has no space.
-        """
-        found = {}
-        for path in self._paths:
-            try:
-                found[os.stat(path).st_dev] = os.statvfs(path)
-            except OSError as error:
-                log.debug("no space is counted for %s: %s", path, error)
-        return list(found.values())
+
+def _free_bytes(paths: Mapping[int, str]) -> dict[int, int]:
+    """Return the free space of devices by number (blocks: run in a thread)."""
+    found = {}
+    for number, path in paths.items():
+        try:
+            figures = os.statvfs(path)
+        except OSError as error:
+            log.debug("no space is counted for %s: %s", path, error)
+        else:
+            found[number] = figures.f_bavail * figures.f_frsize
+    return found
+
+
+def _figures(paths: Sequence[str]) -> list[os.statvfs_result]:
+    """Return statvfs(3) of each backing filesystem (blocks: run in a thread).
+
+    A device that is lost while mounted has no space.
+    """
+    found = {}
+    for path in paths:
+        try:
+            found[os.stat(path).st_dev] = os.statvfs(path)
+        except OSError as error:
+            log.debug("no space is counted for %s: %s", path, error)
+    return list(found.values())

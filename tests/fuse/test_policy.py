@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def striped() -> Iterator[Mount]:
         yield made
 
 
-def lies_on(path: Path) -> dict[str, object]:
+def lies_on(path: Path) -> dict[str, Any]:
     """Where the committed content of a file is, as ``fpfs-ctl policy explain`` tells."""
     check_fpfs("wait", path, module=CTL)
     found = json.loads(check_fpfs("policy", "explain", path, "--json", module=CTL))
@@ -146,9 +147,7 @@ def test_a_version_goes_where_the_policy_says_and_committed_ones_stay(striped: M
     )
     policy("set", run, "width=2")
     path.write_bytes(content := os.urandom(6 * MIB))
-    held = lies_on(path)["bytes_by_device"]
-    assert isinstance(held, dict)
-    assert sorted(held.values()) == [2 * MIB, 4 * MIB]
+    assert sorted(lies_on(path)["bytes_by_device"].values()) == [2 * MIB, 4 * MIB]
     striped.remount()
     assert path.read_bytes() == content
 
@@ -326,3 +325,16 @@ def test_a_file_that_cannot_be_applied_changes_nothing(
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert policy("get", directory)["versions"] == ("0", "")
+
+
+def test_devices_are_named_by_tags(striped: Mount) -> None:
+    directory = striped.root / "tags"
+    directory.mkdir()
+    check_fpfs("device", "tag", striped.root, "1", "+quick", module=CTL)
+    check_fpfs("device", "tag", striped.root, "2", "+quick", module=CTL)
+    policy("set", directory, "devices=quick")
+    (directory / "a").write_bytes(bytes(2 * MIB))
+    assert set(lies_on(directory / "a")["bytes_by_device"]) == {"1", "2"}
+    check_fpfs("device", "tag", striped.root, "1", "-quick", module=CTL)
+    (directory / "a").write_bytes(bytes(2 * MIB))
+    assert set(lies_on(directory / "a")["bytes_by_device"]) == {"2"}

@@ -104,6 +104,12 @@ def name_plane(transaction: Transaction) -> dict[bytes, Entry]:
 def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     """Make a catalog that nobody has open what an earlier fpfs would have made; alone."""
     connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("DROP TABLE device_tags")
+    connection.execute("ALTER TABLE devices DROP COLUMN state")
+    connection.execute(f"PRAGMA user_version = {version}")
+    if version == 4:
+        path.with_name("catalog.sums").unlink()
+        return connection
     for ino, *_rest in FIXED_DIRECTORIES:
         if version < 3 or ino > PARTIAL_INO:
             connection.execute("DELETE FROM inodes WHERE ino = ?", (ino,))
@@ -111,7 +117,6 @@ def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     connection.execute("ALTER TABLE inodes DROP COLUMN kept")
     for table in ("policies", "former", "withheld", "groups", "group_members", "group_names"):
         connection.execute(f"DROP TABLE {table}")
-    connection.execute(f"PRAGMA user_version = {version}")
     if version == 3:
         connection.execute("UPDATE inodes SET nlink = nlink - 2 WHERE ino = ?", (FPFS_INO,))
         path.with_name("catalog.sums").unlink()

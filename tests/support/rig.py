@@ -95,7 +95,7 @@ class Rig:
             groups=self.groups,
             policies=self.policies,
             versions=self.versions,
-            device_paths={0: folder, 1: folder},
+            device_paths=lambda: {0: str(folder), 1: str(folder)},
         )
 
     async def look_up(self, parent: int, name: bytes) -> Inode:

@@ -320,7 +320,7 @@ async def test_both_copies_are_taken_for_one_process_alone(tmp_path: Path) -> No
     await open_catalog(tmp_path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 @trio.testing.trio_test
 async def test_a_catalog_of_an_earlier_format_is_brought_to_this_one(
     version: int, tmp_path: Path
@@ -334,7 +334,7 @@ async def test_a_catalog_of_an_earlier_format_is_brought_to_this_one(
     for path in (second, second.with_name("catalog.sums")):
         path.unlink()
     make_earlier(first, version=version).close()
-    if version == 3:  # which had two copies with checksums
+    if version >= 3:  # which had two copies with checksums
         CatalogFiles(str(first)).make_sums(FILESYSTEM_ID)
         for name in ("catalog.db", "catalog.sums"):
             shutil.copy(first.with_name(name), second.with_name(name))
@@ -343,6 +343,8 @@ async def test_a_catalog_of_an_earlier_format_is_brought_to_this_one(
         assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
         assert connection.execute("SELECT count(*) FROM requests").fetchone() == (0,)
         assert connection.execute("SELECT count(*) FROM withheld").fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM device_tags").fetchone() == (0,)
+        assert connection.execute("SELECT DISTINCT state FROM devices").fetchall() in ([], [(0,)])
         assert connection.execute("SELECT nlink FROM inodes WHERE ino = 2").fetchone() == (5,)
 
 

@@ -32,7 +32,9 @@ MOUNT = MountFacts(devices=THREE, slot_bytes=MIB, staging_bytes=64 * MIB, depth=
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "width": st.integers(0, 65_535),
-    "devices": st.lists(st.from_regex(r"[a-z0-9][a-z0-9_.-]{0,9}", fullmatch=True), unique=True)
+    "devices": st.lists(
+        st.from_regex(r"[a-z][a-z0-9_.-]{0,9}|[0-9]{1,5}", fullmatch=True), unique=True
+    )
     .filter(lambda words: "all" not in words)
     .map(tuple),
     "chunk": st.integers(CHUNK_BYTES_MIN // BLOCK_BYTES, CHUNK_BYTES_MAX // BLOCK_BYTES).map(

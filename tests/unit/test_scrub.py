@@ -30,8 +30,8 @@ def scrub_of(mount: Rig) -> Scrub:
     return Scrub(
         catalog=mount.catalog,
         engine=mount.engine,
-        device_paths={0: "/nvme0", 1: "/nvme1"},
-        missing=(),
+        device_paths=lambda: {0: "/nvme0", 1: "/nvme1"},
+        missing=tuple,
     )
 
 

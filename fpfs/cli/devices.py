@@ -1,0 +1,115 @@
+"""``fpfs-ctl device``: the devices of a mount, and changes of them while it is in use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.table import Table
+
+from fpfs.cli.show import check_timeout, open_console, say
+from fpfs.core.control import ControlClient, find_fpfs
+from fpfs.core.device_names import parse_tags
+from fpfs.core.paths import show_text
+from fpfs.core.questions import AskStatus, TagDevice
+from fpfs.core.refusal import refuse_empty
+from fpfs.core.reports import DeviceStatus
+from fpfs.core.units import format_size
+
+app = App(
+    name="device",
+    help="Show and change the devices of a mounted filesystem.\n\n"
+    "A device is named by its number, its directory, or a tag that it alone has.",
+)
+
+Json = Annotated[bool, Parameter(negative="", show_default=False)]
+LIST_TIMEOUT_S = 60.0
+
+
+@app.command(name="list")
+def list_(mountpoint: str, /, *, json: Json = False, timeout: float = LIST_TIMEOUT_S) -> int:
+    """List the devices of the mount at MOUNTPOINT.
+
+    Parameters
+    ----------
+    json
+        Print them as JSON, as fpfs-ctl status has them; sizes in bytes.
+    timeout
+        Give up after so many seconds, with exit status 1.
+    """
+    check_timeout(timeout)
+    asked = f"devices of {mountpoint}"
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        devices = client.ask(AskStatus(), timeout_s=timeout).devices
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(devices).decode(), indent=2))
+        sys.stdout.write("\n")
+    else:
+        _show_devices(devices)
+    return 0
+
+
+def _show_devices(devices: tuple[DeviceStatus, ...]) -> None:
+    console = open_console()
+    table = Table("device", "directory", "tags", "state", "holds")
+    for heading in ("used", "free"):
+        table.add_column(heading, justify="right")
+    for device in devices:
+        table.add_row(
+            str(device.number),
+            show_text(device.path),
+            " ".join(device.tags),
+            device.state,
+            "contents, catalog" if device.has_catalog else "contents",
+            format_size(device.bytes_used),
+            format_size(device.bytes_free),
+        )
+    console.print(table)
+    for device in devices:
+        if device.error:
+            say(console, f"warning: device {device.number} ({device.path}): {device.error}")
+
+
+@app.command
+def tag(
+    mountpoint: str,
+    device: str,
+    /,
+    *changes: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    json: Json = False,
+) -> int:
+    """Give tags to a device of the mount at MOUNTPOINT, and take others away.
+
+    Example: fpfs-ctl device tag /ckpt 2 +fast -spare
+
+    Parameters
+    ----------
+    device
+        Its number, its directory, or a tag that it alone has.
+    changes
+        +TAG or -TAG, each.
+    json
+        Print what it has then as JSON.
+    """
+    asked = f"device tag {mountpoint} {device}"
+    change = parse_tags(changes, asked=asked)
+    question = TagDevice(
+        device=name_of(device, asked=asked), added=change.added, dropped=change.dropped
+    )
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        tags = client.ask(question)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(tags).decode(), indent=2) + "\n")
+    else:
+        having = ", ".join(tags.tags) or "no tags"
+        sys.stdout.write(f"device {tags.number} ({show_text(tags.path)}): {having}\n")
+    return 0
+
+
+def name_of(device: str, *, asked: str) -> str:
+    """Return what a server knows a device by: for a directory its absolute path."""
+    refuse_empty(device, what="device", asked=asked)
+    return os.path.realpath(device) if "/" in device or device in (".", "..") else device

@@ -1,0 +1,143 @@
+"""The devices of a mounted filesystem as they are now: number, directory, tags, state.
+
+What a device is to the filesystem is in the catalog; where its directory is, and whether it can be
+used in this mount, is known since the mount opened it. Both come together here, and everybody who
+has to know the devices of now asks here.
+
+Invariants:
+  * What is in memory is what the catalog holds: `apply` functions change it in the catalog's order.
+
+Concurrency: trio thread only. `members`, `usable` and `paths` are replaced as a whole and never
+changed, so other threads may read what they were given.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fpfs.core.device_names import TagChange, describe_devices, devices_named
+from fpfs.core.errors import NoSuchEntry
+from fpfs.daemon.catalog_devices import change_tags, fetch_devices
+from fpfs.daemon.catalog_schema import DeviceUse
+from fpfs.daemon.devices import DeviceDirectory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from fpfs.daemon.catalog import Catalog, DeviceRecord
+    from fpfs.daemon.devices import DeviceSet
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of the filesystem. `trouble` says why the mount does without it, if it does."""
+
+    number: int
+    path: str
+    device_id: str
+    use: DeviceUse = DeviceUse.IN_USE
+    tags: frozenset[str] = frozenset()
+    trouble: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the mount does without it."""
+        return bool(self.trouble)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no new chunks, since it is to go."""
+        return self.use is DeviceUse.DRAINING
+
+    @property
+    def directory(self) -> DeviceDirectory:
+        """Its directory."""
+        return DeviceDirectory(self.number, self.path, self.device_id)
+
+
+class DeviceRegistry:
+    """All devices of one mount, kept up to date."""
+
+    def __init__(self, *, catalog: Catalog, devices: DeviceSet) -> None:
+        """Know what the catalog said when it was opened, and what the mount has opened."""
+        self._catalog = catalog
+        self._places = {device.number: device.path for device in devices.devices}
+        self._troubles = {device.number: device.trouble for device in devices.missing}
+        self._lost_at = {device.number: device.path for device in devices.missing}
+        self._apply(catalog.devices)
+
+    def _apply(self, records: Sequence[DeviceRecord]) -> None:
+        """Follow the catalog."""
+        self.members: tuple[Member, ...] = tuple(
+            Member(
+                number=record.number,
+                path=self._places.get(record.number) or self._lost_at.get(record.number, ""),
+                device_id=record.device_id,
+                use=record.use,
+                tags=record.tags,
+                trouble=self._troubles.get(record.number, ""),
+            )
+            for record in records
+            if record.use is not DeviceUse.REMOVED
+        )
+        """Every device, those that are missing, too, in order of their numbers."""
+        self.usable: tuple[int, ...] = tuple(
+            member.number for member in self.members if not member.is_draining
+        )
+        """Numbers of the devices that new contents are striped over, missing ones too: what is
+        meant for these goes elsewhere."""
+        self.paths: Mapping[int, str] = MappingProxyType(
+            {member.number: member.path for member in self.members}
+        )
+        """Directories by number, those of missing devices, too."""
+
+    @property
+    def present(self) -> tuple[DeviceDirectory, ...]:
+        """The directories of the devices that this mount has."""
+        return tuple(member.directory for member in self.members if not member.is_missing)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Numbers of the devices that this mount does without."""
+        return frozenset(member.number for member in self.members if member.is_missing)
+
+    def named(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the devices that a number, a directory or a tag names, in order.
+
+        Raises `NoSuchEntry` when there is none.
+        """
+        found = devices_named(name, self.members)
+        if not found:
+            known = describe_devices(self.members)
+            raise NoSuchEntry(f"no device is called {name!r}; there are {known}")
+        return found
+
+    def one_named(self, name: str) -> Member:
+        """Return the device that a number, a directory, or a tag of it alone names.
+
+        Raises `NoSuchEntry` when there is none, or more than one.
+        """
+        found = self.named(name)
+        if len(found) > 1:
+            numbers = ", ".join(map(str, found))
+            raise NoSuchEntry(f"{name!r} names devices {numbers}: name one by its number")
+        return next(member for member in self.members if member.number == found[0])
+
+    def named_by_any(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the numbers that any of the names stands for, each once, in order."""
+        return tuple(sorted({number for name in names for number in self.named(name)}))
+
+    async def tag(self, number: int, change: TagChange) -> Member:
+        """Give tags to a device and take others away, durably; returns it as it is then.
+
+        Raises `InvalidOperation`, `NoSpace`.
+        """
+        await self._catalog.write(lambda t: change_tags(t, number, change), apply=self._apply)
+        await self._catalog.make_durable()
+        return next(member for member in self.members if member.number == number)
+
+    async def reload(self) -> None:
+        """Read again what the catalog has."""
+        await self._catalog.read(fetch_devices, apply=self._apply)
