@@ -18,6 +18,7 @@ from fpfs.cli import scrub as scrubbing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
+from fpfs.cli.tune import tune
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
 from fpfs.core.questions import AskStatus, FlushAll, RestartServer, WaitDurable
@@ -39,6 +40,7 @@ SURPLUS = dict.fromkeys(
         "versions",
         "restore",
         "commit",
+        "tune",
     ),
     "there is one path",
 )
@@ -51,6 +53,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(policy.app)
+app.command(tune)
 app.command(former.versions)
 app.command(former.restore)
 app.command(commit.app)

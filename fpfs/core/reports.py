@@ -208,8 +208,12 @@ class DeviceTags(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StagingStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """The staging arena. `bytes_used` are slots with acknowledged bytes, and one kept ready."""
+    """The staging arena, in buffers of `buffer_bytes`.
 
+    `bytes_used` are those with acknowledged bytes, and one kept ready.
+    """
+
+    buffer_bytes: int
     bytes_used: int
     bytes_total: int
     pinned: bool
@@ -288,6 +292,8 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     started_unix_s: float
     ack: str
     chunk_bytes: int
+    depth: int
+    """Requests in flight on each device at most."""
     log: str
     devices: tuple[DeviceStatus, ...]
     staging: StagingStatus

@@ -140,6 +140,7 @@ class ControlledServer:
             started_unix_s=self._link.started_unix_s,
             ack=self._config.options.ack,
             chunk_bytes=self._config.options.chunk_bytes,
+            depth=self._config.options.depth,
             log=self._config.log,
             devices=devices,
             staging=metrics.staging_status(statistics),

@@ -123,6 +123,7 @@ def staging_status(statistics: Mapping[str, object]) -> StagingStatus:
     """Status of the staging arena."""
     figures = cast("Mapping[str, Any]", statistics["staging"])
     return StagingStatus(
+        buffer_bytes=int(figures["slot_bytes"]),
         bytes_used=int(figures["bytes_used"]),
         bytes_total=int(figures["bytes_total"]),
         pinned=bool(figures["pinned"]),

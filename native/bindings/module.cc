@@ -86,6 +86,7 @@ nb::dict statistics(Engine& engine) {
   nb::dict staging;
   Arena& arena = engine.arena();
   const uint64_t total = arena.data_bytes();
+  staging["slot_bytes"] = arena.slot_bytes();
   staging["bytes_total"] = total;
   staging["bytes_used"] = total - arena.free_count() * arena.slot_bytes();
   staging["pinned"] = arena.pinned();
