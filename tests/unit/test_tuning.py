@@ -13,6 +13,7 @@ from fpfs.core.tuning import (
     CHUNKS_BYTES,
     BudgetSpent,
     Climb,
+    Measure,
     Setting,
     space_of,
     sweep,
@@ -36,7 +37,9 @@ def test_the_space_is_what_the_mount_can_do() -> None:
     ]
 
 
-def machine(device: float, host: float, best_chunk: int, depth: float, noise: float, seed: int):  # type: ignore[no-untyped-def]
+def machine(
+    device: float, host: float, best_chunk: int, depth: float, noise: float, seed: int
+) -> Measure:
     """Devices that add up to what the host can do; too little depth or odd chunks are slower."""
     chance = random.Random(seed)
 
