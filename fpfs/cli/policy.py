@@ -48,6 +48,8 @@ counts from the next version of a file on: what is committed stays where it is.
 - versions=N: how many former contents of each name are kept.
 - replace=whole|inplace: whether a content stays until the one that replaces it is whole.
 - whole=PATTERN:...|none: names that never show what a killed writer left.
+- readahead=SIZE|auto: how far ahead of a sequential reader the devices are read, 1M to 16M; auto
+  leaves that to the kernel, which reads ahead for the page cache only.
 - reads=cached|direct: whether who only reads goes through the kernel's page cache.
 """
 

@@ -111,12 +111,14 @@ class Flow(NamedTuple):
 
     `ack` is ``early``, ``close`` or ``durable``. `depth` is how many chunks may be on their way to
     each device, `buffers` how many may be staged for each; 0: as many as there are.
+    `read_ahead_bytes` is what is read ahead of who only reads, beyond what the kernel does.
     """
 
     ack: str = "early"
     depth: int = 0
     buffers: int = 0
     is_cached: bool = True
+    read_ahead_bytes: int = 0
 
 
 class FileAttributes(NamedTuple):

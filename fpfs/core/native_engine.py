@@ -139,7 +139,12 @@ class NativeEngine:
     def set_flow(self, ino: int, flow: Flow) -> None:
         """See `Engine.set_flow`."""
         self._native.set_flow(
-            ino, ack=flow.ack, depth=flow.depth, buffers=flow.buffers, cached=flow.is_cached
+            ino,
+            ack=flow.ack,
+            depth=flow.depth,
+            buffers=flow.buffers,
+            cached=flow.is_cached,
+            read_ahead=flow.read_ahead_bytes,
         )
 
     def loaded(self, ino: int) -> bool:

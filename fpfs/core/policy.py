@@ -35,6 +35,9 @@ DEPTH_MAX = 1024
 BUFFERS_MIN = 2
 """One that fills while the other is on its way."""
 BUFFERS_MAX = 1024
+READAHEAD_BYTES_MIN = 1024 * 1024
+READAHEAD_BYTES_MAX = 16 * 1024 * 1024
+"""A reader gets no more of the buffers that all reads share."""
 VERSIONS_MAX = 1000
 """Former contents of one name; each is an inode of its own."""
 TEXT_BYTES_MAX = 4096
@@ -104,7 +107,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     of it may be staged for each device (0: as many as there is room for). `whole` are shell
     patterns of names that never show what a killed writer left. `versions` is how many former
     contents of each name are kept, `commit_marker` the name whose appearance by rename completes a
-    directory that commits as a group.
+    directory that commits as a group. `readahead_bytes` is what is read ahead of a sequential
+    reader, beyond what the kernel reads for the page cache (0: nothing).
     """
 
     width: int = 0
@@ -119,6 +123,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     versions: int = 0
     replace: Replace = Replace.WHOLE
     whole: tuple[str, ...] = WHOLE_DEFAULT
+    readahead_bytes: int = 0
     reads: Reads = Reads.CACHED
 
     def with_settings(self, nearest_first: Sequence[Mapping[str, str]]) -> Policy:
@@ -183,12 +188,27 @@ def _parse_devices(text: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _parse_chunk(text: str) -> int:
+def _parse_size(text: str) -> int:
     try:
-        size_bytes = parse_size_bytes(text, name="chunk")
+        return parse_size_bytes(text, name="")
     except Refused:
         raise ValueError(text) from None
+
+
+def _parse_chunk(text: str) -> int:
+    size_bytes = _parse_size(text)
     if size_bytes % BLOCK_BYTES or not CHUNK_BYTES_MIN <= size_bytes <= CHUNK_BYTES_MAX:
+        raise ValueError(text)
+    return size_bytes
+
+
+def _parse_readahead(text: str) -> int:
+    if text == "auto":
+        return 0
+    size_bytes = _parse_size(text)
+    if size_bytes % READAHEAD_BYTES_MIN:
+        raise ValueError(text)
+    if not READAHEAD_BYTES_MIN <= size_bytes <= READAHEAD_BYTES_MAX:
         raise ValueError(text)
     return size_bytes
 
@@ -241,6 +261,12 @@ KEYS: Mapping[str, Key] = {
         _parse_patterns,
         lambda patterns: ":".join(patterns) or "none",
         "shell patterns of names, separated by colons, or none",
+    ),
+    "readahead": Key(
+        "readahead_bytes",
+        _parse_readahead,
+        lambda size_bytes: format_exact(size_bytes) if size_bytes else "auto",
+        "a size from 1M to 16M, a multiple of 1M, or auto",
     ),
     "reads": _words(Reads, "reads"),
 }

@@ -74,7 +74,13 @@ class Placing:
         inode.ack = policy.ack
         self._engine.set_flow(
             inode.ino,
-            Flow(policy.ack, policy.depth, policy.buffers, policy.reads is Reads.CACHED),
+            Flow(
+                ack=policy.ack,
+                depth=policy.depth,
+                buffers=policy.buffers,
+                is_cached=policy.reads is Reads.CACHED,
+                read_ahead_bytes=policy.readahead_bytes,
+            ),
         )
 
     async def _move(self, inode: Inode, governed: Governed, before: Layout) -> None:

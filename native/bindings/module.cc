@@ -118,6 +118,7 @@ nb::dict statistics(Engine& engine) {
     channel["writes_waiting"] = s.parked_now.load();
     channel["reads"] = s.reads.load();
     channel["read_bytes"] = s.read_bytes.load();
+    channel["reads_ahead"] = s.reads_ahead.load();
     channel["relayed"] = s.relayed.load();
     channel["handles"] = engine.handle_count();
   }
@@ -189,11 +190,11 @@ void bind_files(nb::class_<Engine>& type) {
       .def(
           "set_flow",
           [](Engine& engine, uint64_t ino, const std::string& ack, uint32_t depth, uint32_t buffers,
-             bool cached) {
-            loaded(engine, ino)->set_flow({ack_of(ack), depth, buffers, cached});
+             bool cached, uint64_t read_ahead) {
+            loaded(engine, ino)->set_flow({ack_of(ack), depth, buffers, cached, read_ahead});
           },
           nb::arg("ino"), nb::kw_only(), nb::arg("ack"), nb::arg("depth"), nb::arg("buffers"),
-          nb::arg("cached"))
+          nb::arg("cached"), nb::arg("read_ahead"))
       .def("revert",
            [](Engine& engine, uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               const std::optional<nb::bytes>& content,

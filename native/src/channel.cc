@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -385,14 +386,25 @@ void Channel::dispatch(Receiver& r, size_t received) {
 // --- replies ---
 
 void Channel::reply(uint64_t unique, int error, const void* body, size_t body_bytes) {
+  std::array<iovec, 2> parts{iovec{}, {const_cast<void*>(body), body_bytes}};
+  send_reply(unique, error, parts.data(), body_bytes > 0 ? 2 : 1);
+}
+
+void Channel::reply_parts(uint64_t unique, int error, std::vector<iovec> body) {
+  body.insert(body.begin(), iovec{});
+  send_reply(unique, error, body.data(), body.size());
+}
+
+// Fills in the header, for which the first of the parts has room.
+void Channel::send_reply(uint64_t unique, int error, iovec* parts, size_t count) {
   fuse_out_header out{};
-  out.len = static_cast<uint32_t>(sizeof out + body_bytes);
   out.error = -error;
   out.unique = unique;
-  const iovec parts[2] = {{&out, sizeof out}, {const_cast<void*>(body), body_bytes}};
+  parts[0] = {&out, sizeof out};
+  for (size_t i = 0; i < count; ++i) out.len += static_cast<uint32_t>(parts[i].iov_len);
   engine_.arena().requests().answering(unique);
   // ENOENT: the request was interrupted and is gone. ENODEV: the connection is. Nobody waits then.
-  if (writev(fuse_fd_, parts, body_bytes > 0 ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV) {
+  if (writev(fuse_fd_, parts, static_cast<int>(count)) < 0 && errno != ENOENT && errno != ENODEV) {
     engine_.log(40, "reply to the kernel: " + std::string(std::strerror(errno)));
   }
   engine_.arena().requests().answered(unique);

@@ -37,6 +37,7 @@
 #include "file_descriptor.h"
 #include "fuse_request.h"
 #include "known_directories.h"
+#include "read_ahead.h"
 #include "thread_annotations.h"
 
 namespace fpfs {
@@ -68,7 +69,8 @@ struct ChannelStatistics {
   std::atomic<uint64_t> writes_parked{0};    // had to wait for staging or space
   std::atomic<uint64_t> reads{0};
   std::atomic<uint64_t> read_bytes{0};
-  std::atomic<uint64_t> relayed{0};  // requests that went to pyfuse3
+  std::atomic<uint64_t> reads_ahead{0};  // answered with what was read ahead
+  std::atomic<uint64_t> relayed{0};      // requests that went to pyfuse3
   std::atomic<uint64_t> parked_now{0};
 };
 
@@ -164,6 +166,10 @@ class Channel {
   void keep_waiting(const std::shared_ptr<Waiting>& waiting) EXCLUDES(parked_mutex_);
   void end_waiting(uint64_t unique) EXCLUDES(parked_mutex_);
   void handle_read(const FuseRequest& request);
+  std::shared_ptr<ReadAhead> read_ahead_of(Handle& handle);
+  void reply_read(uint64_t unique, const std::vector<ReadAhead::Part>& parts);
+  void read_or_park(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
+                    uint32_t size);
   bool start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
                   uint32_t size);
   void handle_flush(const FuseRequest& request);
@@ -198,6 +204,8 @@ class Channel {
   int notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
+  void reply_parts(uint64_t unique, int error, std::vector<iovec> body);
+  void send_reply(uint64_t unique, int error, iovec* parts, size_t count);
   void reply_done(const Done& done);
   void connection_lost(int error);
 

@@ -251,10 +251,47 @@ void Channel::handle_read(const FuseRequest& request) {
   if (in.size > wire::kMaxWriteBytes) return reply(request.unique(), EINVAL);
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
   if (handle == nullptr) return reply(request.unique(), EBADF);
-  if (start_read(request.unique(), handle->file, in.offset, in.size)) return;
-  engine_.park([this, unique = request.unique(), file = handle->file, in] {
-    return start_read(unique, file, in.offset, in.size);
-  });
+  const std::shared_ptr<File>& file = handle->file;
+  if (const std::shared_ptr<ReadAhead> ahead = read_ahead_of(*handle); ahead != nullptr) {
+    const uint64_t unique = request.unique();
+    const bool is_taken = ahead->read(
+        in.offset, in.size, [this, unique](const auto& parts) { reply_read(unique, parts); },
+        [this, unique, file, in] { read_or_park(unique, file, in.offset, in.size); });
+    ahead->follow(in.offset, in.size);
+    if (is_taken) return;
+  }
+  read_or_park(request.unique(), file, in.offset, in.size);
+}
+
+// Null where there is none: for those who write, and where the policy has none.
+std::shared_ptr<ReadAhead> Channel::read_ahead_of(Handle& handle) {
+  const uint64_t bytes = handle.file->read_ahead();
+  if (bytes == 0 || handle.writable()) return nullptr;
+  const MutexLock lock(handle.mutex);
+  if (handle.ahead == nullptr) {
+    handle.ahead = std::make_shared<ReadAhead>(engine_.read_buffers(), handle.file, bytes,
+                                               [this] { engine_.wake(); });
+  }
+  return handle.ahead;
+}
+
+void Channel::reply_read(uint64_t unique, const std::vector<ReadAhead::Part>& parts) {
+  size_t bytes = 0;
+  std::vector<iovec> body;
+  for (const ReadAhead::Part& part : parts) {
+    body.push_back({const_cast<char*>(part.data), part.length});
+    bytes += part.length;
+  }
+  statistics_.read_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  statistics_.reads_ahead.fetch_add(1, std::memory_order_relaxed);
+  reply_parts(unique, 0, std::move(body));
+}
+
+void Channel::read_or_park(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
+                           uint32_t size) {
+  if (start_read(unique, file, offset, size)) return;
+  engine_.park(
+      [this, unique, file, offset, size] { return start_read(unique, file, offset, size); });
 }
 
 bool Channel::start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,

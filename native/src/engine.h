@@ -28,6 +28,7 @@ namespace fpfs {
 
 class Channel;
 class KnownDirectories;
+class ReadAhead;
 
 // A connection that is to be served: a new one, or one that another process served, which was
 // ended, or ended by a fault of its own.
@@ -116,7 +117,8 @@ struct Handle {
   std::set<uint64_t> writers GUARDED_BY(mutex);  // who wrote through it
   // The signal that ended the last of them, when it closed because it was ended.
   std::atomic<int> killed_by{0};
-  std::atomic<bool> cached{false};  // the kernel may keep its pages
+  std::atomic<bool> cached{false};                     // the kernel may keep its pages
+  std::shared_ptr<ReadAhead> ahead GUARDED_BY(mutex);  // of one who reads in sequence
 
   bool writable() const;
 };

@@ -263,6 +263,7 @@ void File::note_state_now() {
 void File::set_flow(const Flow& flow) {
   ack_ = flow.ack;
   cached_ = flow.cached;
+  read_ahead_ = flow.read_ahead;
   Actions actions;
   {
     const MutexLock lock(mutex_);
@@ -271,6 +272,11 @@ void File::set_flow(const Flow& flow) {
     for (const auto& [chunk, chain] : chains_) maybe_issue(chain.front(), actions);
   }
   actions.run();
+}
+
+uint64_t File::sequence() {
+  const MutexLock lock(mutex_);
+  return sequence_;
 }
 
 Status File::place(Placement placement) {

@@ -95,6 +95,7 @@ struct Flow {
   uint32_t depth = 0;    // chunks that may be on their way to each device; 0: as many as there are
   uint32_t buffers = 0;  // slots that it may hold for each of its devices; 0: as many as there are
   bool cached = true;    // whether the kernel may keep pages for those who only read
+  uint64_t read_ahead = 0;  // bytes, beyond what the kernel reads ahead of them
 };
 
 struct SnapshotData {
@@ -178,6 +179,8 @@ class File : public std::enable_shared_from_this<File> {
   uint64_t chunk_bytes() const { return chunk_bytes_; }
   Ack ack() const { return ack_; }
   bool cached() const { return cached_; }
+  uint64_t read_ahead() const { return read_ahead_; }
+  uint64_t sequence() EXCLUDES(mutex_);  // grows with every change
   void set_flow(const Flow& flow) EXCLUDES(mutex_);
   // New chunks go elsewhere, or are of another size. EBUSY while anything is staged.
   Status place(Placement placement) EXCLUDES(mutex_);
@@ -394,6 +397,7 @@ class File : public std::enable_shared_from_this<File> {
   std::atomic<uint64_t> chunk_bytes_;  // as in placement_, for guesses
   std::atomic<Ack> ack_{Ack::Early};
   std::atomic<bool> cached_{true};
+  std::atomic<uint64_t> read_ahead_{0};
 
   mutable Mutex mutex_;
   Placement placement_ GUARDED_BY(mutex_);
@@ -504,6 +508,7 @@ struct ReadJob {
   std::atomic<uint32_t> pending{1};
   std::atomic<int> error{0};
   unsigned phase = 0;
+  uint64_t sequence = 0;  // of the file when it was planned
 
   // What holds all blocks that a read of `length` bytes touches.
   static constexpr size_t buffer_bytes(size_t length) {

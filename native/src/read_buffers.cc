@@ -24,6 +24,14 @@ char* ReadBuffers::take() {
   return buffer;
 }
 
+char* ReadBuffers::take_spare() {
+  const MutexLock lock(mutex_);
+  if (free_.size() <= count_ / 2) return nullptr;
+  char* buffer = free_.back();
+  free_.pop_back();
+  return buffer;
+}
+
 void ReadBuffers::give(char* buffer) {
   const MutexLock lock(mutex_);
   free_.push_back(buffer);

@@ -20,7 +20,8 @@ class ReadBuffers {
 
   size_t buffer_bytes() const { return buffer_bytes_; }
   MemoryRegion region() const { return {base_, count_ * buffer_bytes_}; }
-  char* take() EXCLUDES(mutex_);  // null: none free
+  char* take() EXCLUDES(mutex_);        // null: none free
+  char* take_spare() EXCLUDES(mutex_);  // null: no more than half of them are free
   void give(char* buffer) EXCLUDES(mutex_);
 
  private:

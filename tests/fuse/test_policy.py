@@ -338,3 +338,25 @@ def test_devices_are_named_by_tags(striped: Mount) -> None:
     check_fpfs("device", "tag", striped.root, "1", "-quick", module=CTL)
     (directory / "a").write_bytes(bytes(2 * MIB))
     assert set(lies_on(directory / "a")["bytes_by_device"]) == {"2"}
+
+
+def test_a_sequential_reader_is_read_ahead_of(striped: Mount) -> None:
+    directory = striped.root / "ahead"
+    directory.mkdir()
+    policy("set", directory, "reads=direct", "readahead=4M")
+    path = directory / "file"
+    path.write_bytes(content := os.urandom(12 * MIB + 77))
+    check_fpfs("wait", path, module=CTL)
+    before = striped.status().channel["reads_ahead"]
+    with path.open("rb", buffering=0) as file:
+        parts = []
+        while part := file.read(MIB // 2):
+            parts.append(part)
+    assert b"".join(parts) == content
+    assert striped.status().channel["reads_ahead"] - before >= 20
+    with path.open("rb", buffering=0) as reader, path.open("r+b", buffering=0) as writer:
+        for start in range(0, 6 * MIB, MIB):
+            assert reader.read(MIB) == content[start : start + MIB]
+        writer.seek(0)
+        writer.write(later := os.urandom(len(content)))
+        assert reader.read(MIB) == later[6 * MIB : 7 * MIB]

@@ -115,13 +115,17 @@ async def test_a_catalog_without_room_leaves_the_layout(
 @trio.testing.trio_test
 async def test_how_a_file_is_written_and_read_is_told_to_the_engine(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
-        await set_policy(mount, ".", ack="close", depth="3", buffers="2", reads="direct")
+        await set_policy(
+            mount, ".", ack="close", depth="3", buffers="2", reads="direct", readahead="2M"
+        )
         handle = await mount.create("file")
         inode = await mount.resolve("file")
-        assert mount.engine.flow(inode.ino) == Flow("close", 3, 2, is_cached=False)
+        assert mount.engine.flow(inode.ino) == Flow("close", 3, 2, False, 2 * 1024 * 1024)
         assert inode.ack is Acknowledge.CLOSE
         mount.namespace.files.release(handle)
-        await mount.policies.change(ROOT, PolicyChange(unset=("ack", "depth", "buffers", "reads")))
+        await mount.policies.change(
+            ROOT, PolicyChange(unset=("ack", "depth", "buffers", "reads", "readahead"))
+        )
         await mount.open("file", flags=os.O_RDONLY)
         assert mount.engine.flow(inode.ino) == Flow()
         assert inode.ack is Acknowledge.EARLY

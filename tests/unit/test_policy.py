@@ -43,6 +43,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "depth": st.integers(0, 1024),
     "buffers": st.sampled_from([0, 2, 3, 1024]),
     "versions": st.integers(0, 1000),
+    "readahead": st.integers(0, 16).map(lambda mebibytes: mebibytes * MIB),
     "commit_marker": st.text(
         st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=40
     ).filter(lambda name: name not in (".", "..")),
@@ -97,6 +98,10 @@ def test_what_is_shown_is_read_back(data: st.DataObject) -> None:
         ("whole", "a::b"),
         ("whole", "a/b"),
         ("whole", "x" * 5000),
+        ("readahead", "0"),
+        ("readahead", "512K"),
+        ("readahead", "1.5M"),
+        ("readahead", "17M"),
         ("reads", "slow"),
     ],
 )
