@@ -47,7 +47,7 @@ nb::tuple snapshot_tuple(const SnapshotData& data) {
   nb::object content = nb::none();
   if (data.inline_content.has_value()) content = to_bytes(*data.inline_content);
   return nb::make_tuple(data.sequence, data.size, data.mtime_ns, data.ctime_ns, content, segments,
-                        data.objects, data.dead, garbage, data.noted);
+                        data.objects, data.dead, garbage, data.noted, data.acknowledged_ns);
 }
 
 // (kind, ticket or level or errno, payload...)
@@ -82,6 +82,15 @@ nb::tuple event_tuple(const Event& event) {
       event);
 }
 
+nb::dict histogram(const DurationCounts& durations) {
+  nb::list counts;
+  for (const uint64_t count : durations.counts) counts.append(count);
+  nb::dict result;
+  result["counts"] = counts;
+  result["sum_ns"] = durations.sum_ns;
+  return result;
+}
+
 nb::dict statistics(Engine& engine) {
   nb::dict staging;
   Arena& arena = engine.arena();
@@ -100,6 +109,9 @@ nb::dict statistics(Engine& engine) {
     entry["in_flight_max"] = s.requests_in_flight_max;
     entry["queued"] = s.requests_queued;
     entry["errors"] = s.errors;
+    entry["write_latency"] = histogram(s.write_latency);
+    entry["read_latency"] = histogram(s.read_latency);
+    entry["flush_latency"] = histogram(s.flush_latency);
     entry["checksum_errors"] = engine.checksum_errors(device->number());
     entry["read_errors"] = engine.read_errors(device->number());
     entry["backend"] = s.io_uring ? "io_uring" : "threads";
@@ -120,6 +132,7 @@ nb::dict statistics(Engine& engine) {
     channel["read_bytes"] = s.read_bytes.load();
     channel["reads_ahead"] = s.reads_ahead.load();
     channel["relayed"] = s.relayed.load();
+    channel["write_to_ack"] = histogram(s.write_to_ack.read());
     channel["handles"] = engine.handle_count();
   }
   nb::dict result;
@@ -236,6 +249,18 @@ void bind_files(nb::class_<Engine>& type) {
       .def("committed", [](Engine& engine, uint64_t ino, uint64_t sequence) {
         loaded(engine, ino)->committed(sequence);
       });
+}
+
+// What it did and does.
+void bind_figures(nb::class_<Engine>& type) {
+  type.def("unsaved",
+           [](Engine& engine, uint64_t ino) {
+             const File::Unsaved unsaved = loaded(engine, ino)->unsaved();
+             return nb::make_tuple(unsaved.bytes_acknowledged, unsaved.bytes_uncommitted,
+                                   unsaved.oldest_ns);
+           })
+      .def("tracer", &Engine::shared_tracer)
+      .def("statistics", &statistics);
 }
 
 // Handles that the kernel has released, and what it may still hold back.
@@ -355,7 +380,6 @@ void bind_plane(nb::class_<Engine>& type) {
       .def("complete_write", &Engine::complete_write, nb::call_guard<nb::gil_scoped_release>())
       .def("set_gives_way", &Engine::set_gives_way)
       .def("room_made", &Engine::room_made, nb::call_guard<nb::gil_scoped_release>())
-      .def("statistics", &statistics)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -426,6 +450,26 @@ void bind_directories(nb::module_& module) {
       .def("forget", &KnownDirectories::forget, nb::arg("directory"));
 }
 
+void bind_tracer(nb::module_& module) {
+  nb::class_<Tracer>(module, "Tracer")
+      .def("start", &Tracer::start, nb::arg("ino"), nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Tracer::stop)
+      .def("lost", &Tracer::lost)
+      .def(
+          "take",
+          [](Tracer& tracer, size_t max) {
+            nb::list result;
+            for (const TraceEvent& event : tracer.take(max)) {
+              result.append(nb::make_tuple(static_cast<int>(event.kind), event.op, event.device,
+                                           event.detail, event.error, event.offset, event.length,
+                                           event.at_ns[0], event.at_ns[1], event.at_ns[2],
+                                           event.at_ns[3]));
+            }
+            return result;
+          },
+          nb::arg("events_max"));
+}
+
 void bind_open(nb::module_& module) {
   module.def(
       "open_engine",
@@ -459,6 +503,8 @@ NB_MODULE(_native, module) {
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
   module.attr("ARENA_FORMAT") = arena::kFormat;
+  module.attr("DURATION_BOUNDS") = kDurationBounds;
+  module.attr("DURATION_UNIT_NS") = kDurationUnitNs;
   module.def("checksum_blocks", [](nb::bytes data) {
     const nb::gil_scoped_release release;
     return checksum_blocks(data.c_str(), data.size());
@@ -466,8 +512,10 @@ NB_MODULE(_native, module) {
 
   bind_directories(module);
   bind_catalog(module);
+  bind_tracer(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);
+  bind_figures(type);
   bind_released(type);
   bind_plane(type);
   bind_takeover(type);

@@ -77,6 +77,10 @@ struct Slot {
   bool orphan = false;       // detached while leased: its leaseholder gives it back
   uint32_t pins = 0;         // reads that will still copy from it
   bool give_when_unpinned = false;
+  // When these happened to it, where the file is traced; 0 otherwise.
+  int64_t opened_ns = 0;
+  int64_t sealed_ns = 0;
+  int64_t issued_ns = 0;
 
   // Arena's own.
   uint32_t record_copy = 0;

@@ -335,6 +335,7 @@ void Channel::dispatch(Receiver& r, size_t received) {
     return;
   }
   if (refuse_condemned(request)) return;
+  if (engine_.tracer().watches(request.nodeid())) trace_request(request);
   if (is_answered(request.opcode())) {
     engine_.arena().requests().taken(request.unique());
     statistics_.received.fetch_add(1, std::memory_order_relaxed);
@@ -342,6 +343,7 @@ void Channel::dispatch(Receiver& r, size_t received) {
   switch (request.opcode()) {
     case FUSE_WRITE:
       r.expecting = true;
+      r.received_ns = monotonic_ns();
       return handle_write(r, request);
     case FUSE_READ:
       return handle_read(request);
@@ -383,6 +385,25 @@ void Channel::dispatch(Receiver& r, size_t received) {
   }
 }
 
+void Channel::trace_request(const FuseRequest& request) {
+  if (!is_answered(request.opcode())) return;
+  TraceEvent event;
+  event.kind = TraceKind::Request;
+  event.detail = request.opcode();
+  event.ino = request.nodeid();
+  fuse_write_in write{};
+  fuse_read_in read{};
+  if (request.opcode() == FUSE_WRITE && request.argument(&write)) {
+    event.offset = write.offset;
+    event.length = write.size;
+  } else if (request.opcode() == FUSE_READ && request.argument(&read)) {
+    event.offset = read.offset;
+    event.length = read.size;
+  }
+  event.at_ns[0] = monotonic_ns();
+  engine_.tracer().request_received(request.unique(), event);
+}
+
 // --- replies ---
 
 void Channel::reply(uint64_t unique, int error, const void* body, size_t body_bytes) {
@@ -408,6 +429,7 @@ void Channel::send_reply(uint64_t unique, int error, iovec* parts, size_t count)
     engine_.log(40, "reply to the kernel: " + std::string(std::strerror(errno)));
   }
   engine_.arena().requests().answered(unique);
+  if (engine_.tracer().watches_any()) engine_.tracer().request_answered(unique, error);
 }
 
 void Channel::reply_done(const Done& done) {
@@ -415,6 +437,9 @@ void Channel::reply_done(const Done& done) {
   fuse_write_out out{};
   out.size = *done.bytes;
   reply(done.unique, 0, &out, sizeof out);
+  if (done.received_ns != 0) {
+    statistics_.write_to_ack.record(monotonic_ns() - done.received_ns);
+  }
 }
 
 }  // namespace fpfs

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "cpu_latency.h"
+#include "duration_histogram.h"
 #include "engine.h"
 #include "file_descriptor.h"
 #include "fuse_request.h"
@@ -72,6 +73,7 @@ struct ChannelStatistics {
   std::atomic<uint64_t> reads_ahead{0};  // answered with what was read ahead
   std::atomic<uint64_t> relayed{0};      // requests that went to pyfuse3
   std::atomic<uint64_t> parked_now{0};
+  DurationHistogram write_to_ack;  // from a WRITE's receipt to its answer, waits included
 };
 
 class Channel {
@@ -126,7 +128,8 @@ class Channel {
     Stream streams[8];
     size_t last_stream = 0;
     uint64_t clock = 0;
-    bool expecting = false;  // a request or an answer is likely to come soon
+    int64_t received_ns = 0;  // when a write came
+    bool expecting = false;   // a request or an answer is likely to come soon
     alignas(8) char head[wire::kWriteHeaderBytes];
   };
   struct Waiting;
@@ -134,6 +137,7 @@ class Channel {
   struct Done {  // a request that succeeded, and how much it wrote where the kernel asks
     uint64_t unique = 0;
     std::optional<uint32_t> bytes;
+    int64_t received_ns = 0;  // of a write
   };
   struct FuseRead;
 
@@ -151,6 +155,7 @@ class Channel {
   void end_given_up();
   void wait_answered(uint64_t unique, std::chrono::steady_clock::time_point until);
   bool refuse_condemned(const FuseRequest& request);
+  void trace_request(const FuseRequest& request);
 
   void handle_write(Receiver& r, const FuseRequest& request);
   static void gather(Receiver& r, size_t bytes);

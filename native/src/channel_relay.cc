@@ -255,6 +255,9 @@ bool Channel::relay_replies() {
       engine_.log(40, "reply of pyfuse3 to the kernel: " + std::string(std::strerror(errno)));
     }
     engine_.arena().requests().answered(header.unique);
+    if (engine_.tracer().watches_any()) {
+      engine_.tracer().request_answered(header.unique, -header.error);
+    }
   }
 }
 

@@ -142,7 +142,7 @@ void Channel::handle_fallocate(const FuseRequest& request) {
   file->punch(in.offset, in.length, [this, waiting, file, in, mode, sync](int error) {
     if (error != 0) return reply(waiting->unique, error);
     if (mode == kFallocZeroRange) return allocate_until_done(waiting, file, in, sync);
-    finish({waiting->unique, {}}, file->ino(), sync);
+    finish({waiting->unique, {}, 0}, file->ino(), sync);
   });
 }
 
@@ -164,7 +164,7 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
     if (outcome.error != 0) {
       reply(waiting->unique, outcome.error);
     } else {
-      finish({waiting->unique, {}}, file->ino(), sync);
+      finish({waiting->unique, {}, 0}, file->ino(), sync);
     }
     return true;
   };
@@ -223,7 +223,7 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     if (error == 0) copied += read.bytes;
   }
   if (copied == 0 && error != 0) return reply(waiting->unique, error);
-  finish_change({waiting->unique, static_cast<uint32_t>(copied)}, to->ino(), sync);
+  finish_change({waiting->unique, static_cast<uint32_t>(copied), 0}, to->ino(), sync);
 }
 
 }  // namespace fpfs

@@ -69,6 +69,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   auto write = std::make_unique<ParkedWrite>(request);
   write->arguments = arguments;
   write->file = file;
+  write->received_ns = r.received_ns;
   const bool waits =
       outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome);
   if (!waits) return finish_write(*write, outcome.error);
@@ -140,7 +141,7 @@ bool Channel::attempt(ParkedWrite& write) {
 // Answers a write whose bytes are staged, or that failed.
 void Channel::finish_write(const ParkedWrite& write, int error) {
   if (error != 0) return reply(write.unique, error);
-  const Done done{write.unique, write.arguments.size};
+  const Done done{write.unique, write.arguments.size, write.received_ns};
   // (Pages that are being written are locked: invalidating those would wait for this reply.)
   if (write.arguments.from_page_cache) return finish(done, write.file->ino(), write.arguments.sync);
   finish_change(done, write.file->ino(), write.arguments.sync);

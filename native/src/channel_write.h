@@ -25,6 +25,7 @@ struct Channel::ParkedWrite : Waiting {
 
   WriteArguments arguments;
   std::shared_ptr<File> file;
+  int64_t received_ns = 0;
   char* buffer = nullptr;
 
   Mutex mutex;

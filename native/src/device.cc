@@ -96,6 +96,7 @@ class NativeDevice final : public Device, private BackendOwner {
   void wait_drained() EXCLUDES(drained_mutex_);
   void run_on_worker(IoRequest* request);
   int change(IoRequest* request);
+  void measure(const IoRequest& request, int result);
   int await_others(IoRequest* request);
   int allocate(IoRequest* request);
   int allocate_with_reserve(IoRequest* request);
@@ -114,6 +115,9 @@ class NativeDevice final : public Device, private BackendOwner {
   std::atomic<uint64_t> bytes_written_{0};
   std::atomic<uint64_t> bytes_read_{0};
   std::atomic<uint64_t> errors_{0};
+  DurationHistogram write_latency_;
+  DurationHistogram read_latency_;
+  DurationHistogram flush_latency_;
   SpaceComing space_;
   SpaceComing held_;  // by an attempt to allocate with the reserve, for a moment
   std::atomic<bool> said_no_allocate_{false};
@@ -180,6 +184,9 @@ void NativeDevice::submit(IoRequest* request) {
                        reinterpret_cast<uintptr_t>(request->buffer) % kIoAlignment == 0));
   begin();
   request->open_file = nullptr;
+  request->issued_ns = 0;
+  const bool traced = config_.tracer != nullptr && config_.tracer->watches(request->ino);
+  request->submitted_ns = traced ? monotonic_ns() : 0;
   const bool opened = files_.try_acquire(request);
   const bool at_once = transfer || request->op == IoOp::Flush;
   if (opened && at_once && writable_enough(*request) && !has_to_wait(*request)) {
@@ -285,10 +292,30 @@ int NativeDevice::allocate_with_reserve(IoRequest* request) {
   return undone != 0 ? undone : result != 0 ? result : -ENOSPC;
 }
 
+void NativeDevice::measure(const IoRequest& request, int result) {
+  if (request.issued_ns == 0) return;
+  DurationHistogram& latency = request.op == IoOp::Write  ? write_latency_
+                               : request.op == IoOp::Read ? read_latency_
+                                                          : flush_latency_;
+  latency.record(request.completed_ns - request.issued_ns);
+  if (request.submitted_ns == 0 || !config_.tracer->watches(request.ino)) return;
+  TraceEvent event;
+  event.kind = TraceKind::Transfer;
+  event.op = static_cast<uint8_t>(request.op);
+  event.device = config_.number;
+  event.error = -result;
+  event.ino = request.ino;
+  event.offset = request.file_offset;
+  event.length = request.length;
+  event.at_ns = {request.submitted_ns, request.issued_ns, request.completed_ns, 0};
+  config_.tracer->add(event);
+}
+
 void NativeDevice::finished(IoRequest* request, int result) {
   // Who removed the directory under a mount leaves open objects that take everything, and are gone
   // with their descriptors.
   if (result == 0 && request->op == IoOp::Flush && !still_linked(*request)) result = -ENODEV;
+  measure(*request, result);
   if (result != 0) {
     errors_.fetch_add(1, std::memory_order_relaxed);
   } else if (request->op == IoOp::Write) {
@@ -302,7 +329,11 @@ void NativeDevice::finished(IoRequest* request, int result) {
 }
 
 void NativeDevice::blocked(IoRequest* request) {
-  metadata_.post([this, request] { finished(request, transfer_blocking(request)); });
+  metadata_.post([this, request] {
+    const int result = transfer_blocking(request);
+    request->completed_ns = monotonic_ns();
+    finished(request, result);
+  });
 }
 
 void NativeDevice::close_file(std::unique_ptr<OpenFile> file) {
@@ -362,6 +393,9 @@ DeviceStatistics NativeDevice::statistics() const {
   result.requests_queued = pending - result.requests_in_flight;
   result.requests_in_flight_max = backend_->in_flight().max();
   result.errors = errors_.load(std::memory_order_relaxed);
+  result.write_latency = write_latency_.read();
+  result.read_latency = read_latency_.read();
+  result.flush_latency = flush_latency_.read();
   result.io_uring = io_uring_;
   result.direct = directory_.direct();
   result.buffers_registered = backend_->buffers_registered();

@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "duration_histogram.h"
 #include "status.h"
+#include "tracer.h"
 
 namespace fpfs {
 
@@ -58,11 +60,16 @@ struct IoRequest {
   uint64_t offset = 0;
   uint64_t length = 0;
   char* buffer = nullptr;
+  uint64_t ino = 0;  // whose it is, and where in that file, for who traces it
+  uint64_t file_offset = 0;
 
   // The device's own while submitted.
   IoRequest* next = nullptr;
   OpenFile* open_file = nullptr;
   uint64_t bytes_done = 0;
+  int64_t submitted_ns = 0;  // only of a file that is traced
+  int64_t issued_ns = 0;     // when the kernel, or a thread, got it; 0 if none did
+  int64_t completed_ns = 0;
 };
 
 struct DeviceStatistics {
@@ -72,6 +79,10 @@ struct DeviceStatistics {
   uint64_t requests_queued = 0;     // everything else that was submitted and is not complete
   uint64_t requests_in_flight_max = 0;  // the most that were in flight at once
   uint64_t errors = 0;
+  // From when the kernel got them to their completion, also of those that failed.
+  DurationCounts write_latency;
+  DurationCounts read_latency;
+  DurationCounts flush_latency;
   bool io_uring = false;
   bool direct = false;              // O_DIRECT works on the backing filesystem
   bool buffers_registered = false;  // io_uring fixed buffers in use
@@ -92,6 +103,7 @@ struct DeviceConfig {
   uint32_t pool_objects = 8;       // objects kept ready, their directory entries durable
   uint32_t open_files_max = 1024;  // descriptors kept open; those in use may exceed it
   LogSink log;
+  Tracer* tracer = nullptr;  // outlives the device
 };
 
 class Device {

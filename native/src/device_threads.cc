@@ -60,7 +60,9 @@ class ThreadBackend final : public Backend {
   void run() {
     while (IoRequest* request = take()) {
       in_flight_.add();
+      request->issued_ns = monotonic_ns();
       const int result = transfer_blocking(request);
+      request->completed_ns = monotonic_ns();
       in_flight_.remove();
       owner_.finished(request, result);
     }

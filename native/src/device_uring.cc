@@ -198,6 +198,7 @@ void RingBackend::issue() {
     IoRequest* request = queue_.pop();
     if (request == nullptr) return;
     prepare(request);
+    if (request->issued_ns == 0) request->issued_ns = monotonic_ns();
     ++in_flight_;
     gauge_.add();
   }
@@ -286,6 +287,7 @@ void RingBackend::reap() {
 
 void RingBackend::take_completed() {
   io_uring_cqe* entry = nullptr;
+  int64_t now_ns = 0;
   while (io_uring_peek_cqe(ring_.native(), &entry) == 0) {
     auto* request = static_cast<IoRequest*>(io_uring_cqe_get_data(entry));
     const int result = entry->res;
@@ -294,6 +296,8 @@ void RingBackend::take_completed() {
       wakeup_armed_ = false;
       continue;
     }
+    if (now_ns == 0) now_ns = monotonic_ns();
+    request->completed_ns = now_ns;
     completed_.emplace_back(request, result);
     --in_flight_;
     gauge_.remove();

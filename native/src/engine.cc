@@ -94,6 +94,7 @@ Status Engine::start() {
     device.backend = config_.backend;
     device.object_id_first = config_.object_base << 32;
     device.reserve_bytes = config_.reserve_bytes;
+    device.tracer = tracer_.get();
     device.log = [this](int level, const std::string& message) { log(level, message); };
     auto opened = Device::open(device, regions);
     if (!opened.ok()) return opened.status();

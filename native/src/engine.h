@@ -22,6 +22,7 @@
 #include "file_descriptor.h"
 #include "read_buffers.h"
 #include "thread_annotations.h"
+#include "tracer.h"
 #include "worker.h"
 
 namespace fpfs {
@@ -250,6 +251,8 @@ class Engine : public Plane {
   void park(std::function<bool()> retry) override EXCLUDES(park_mutex_);
   void log(int level, const std::string& message) override;
   bool checksums() const override { return config_.checksums; }
+  Tracer& tracer() override { return *tracer_; }
+  const std::shared_ptr<Tracer>& shared_tracer() const { return tracer_; }
   void report_damage(uint64_t ino, uint64_t block, const Place& place) override
       EXCLUDES(damage_mutex_);
   void report_unreadable(uint64_t ino, uint16_t device, int error) override EXCLUDES(damage_mutex_);
@@ -284,6 +287,7 @@ class Engine : public Plane {
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
 
   const EngineConfig config_;
+  const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
   FileDescriptor wake_;           // an eventfd: there are events
   FileDescriptor released_late_;  // a timer: a release was not taken for a while
   FileDescriptor event_fd_;       // an epoll: one of the two

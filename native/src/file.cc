@@ -66,6 +66,8 @@ Status File::revert(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
     drain_error_ = 0;
     privileges_dropped_ = false;
     committed_sequence_ = ++sequence_;
+    bytes_committed_ = bytes_in_snapshot_ = bytes_acknowledged_;
+    oldest_ns_ = oldest_in_snapshot_ns_ = 0;
     plane_.arena().journal().settle(ino_, UINT64_MAX);
     status = set_content(size, mtime_ns, ctime_ns, std::move(content), segments);
   }
@@ -119,6 +121,15 @@ void File::privileges_restored() {
   privileges_dropped_ = false;
 }
 
+File::Unsaved File::unsaved() {
+  const MutexLock lock(mutex_);
+  Unsaved result;
+  result.bytes_acknowledged = bytes_acknowledged_;
+  result.bytes_uncommitted = bytes_acknowledged_ - bytes_committed_;
+  result.oldest_ns = oldest_in_snapshot_ns_ != 0 ? oldest_in_snapshot_ns_ : oldest_ns_;
+  return result;
+}
+
 bool File::idle() {
   const MutexLock lock(mutex_);
   return sequence_ == committed_sequence_ && chains_.empty() && !draining_ && barriers_.empty();
@@ -146,6 +157,11 @@ void File::touch_times() {
   ++sequence_;
 }
 
+void File::note_acknowledged(uint64_t bytes) {
+  bytes_acknowledged_ += bytes;
+  if (oldest_ns_ == 0) oldest_ns_ = monotonic_ns();
+}
+
 void File::note_replaced(uint64_t offset) {
   if (offset < committed_size_) replaced_ = true;
   if (offset < std::max(committed_size_, snapshot_size_)) replaced_since_snapshot_ = true;
@@ -163,6 +179,7 @@ void File::attach(Slot* slot, uint64_t chunk) {
   slot->file = shared_from_this();
   slot->chunk = chunk;
   slot->epoch = epoch_;
+  slot->opened_ns = plane_.tracer().watches(ino_) ? monotonic_ns() : 0;
   chains_[chunk].push_back(slot);
   ++slots_held_;
   plane_.arena().age_add(slot);

@@ -34,6 +34,7 @@
 #include "block_map.h"
 #include "device.h"
 #include "thread_annotations.h"
+#include "tracer.h"
 
 namespace fpfs {
 
@@ -76,6 +77,7 @@ class Plane {
   // Brackets a device read, so that discarding old places waits for it.
   virtual unsigned read_begin() = 0;
   virtual void read_end(unsigned phase) = 0;
+  virtual Tracer& tracer() = 0;
 };
 
 // Where new chunks go. A stripe chunk that is larger than a slot is staged, and written, as a run
@@ -109,6 +111,7 @@ struct SnapshotData {
   std::vector<std::pair<uint16_t, uint64_t>> objects;
   std::vector<std::pair<uint16_t, uint64_t>> dead;
   std::vector<Extent> garbage;  // only count and place mean something
+  int64_t acknowledged_ns = 0;  // when its oldest byte was (monotonic_ns()); 0: it has no new ones
 };
 
 // What another process left of a file, both in order.
@@ -170,6 +173,12 @@ class File : public std::enable_shared_from_this<File> {
     bool dirty = false;
     bool only_longer = false;  // dirty, and what is committed is a beginning of it
   };
+  // Bytes since the inode was loaded, each write's counted.
+  struct Unsaved {
+    uint64_t bytes_acknowledged = 0;
+    uint64_t bytes_uncommitted = 0;
+    int64_t oldest_ns = 0;  // when the oldest of those was acknowledged; 0: there is none
+  };
   using DrainDone = std::function<void(int error, SnapshotData snapshot)>;
   using Done = std::function<void(int error)>;
 
@@ -192,6 +201,7 @@ class File : public std::enable_shared_from_this<File> {
   void privileges_restored() EXCLUDES(mutex_);
   // Its last writable handle is being released; `killed_by` is the signal that ended the writer.
   void closed(int killed_by) EXCLUDES(mutex_);
+  Unsaved unsaved() EXCLUDES(mutex_);
   bool idle() EXCLUDES(mutex_);  // nothing unsaved, nothing in flight
 
   // Reports an I/O error once to each `seen` counter.
@@ -381,6 +391,8 @@ class File : public std::enable_shared_from_this<File> {
   bool adopt(const std::vector<WrittenExtent>& written) REQUIRES(mutex_);
   void map_written(const WrittenExtent& written) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
+  void note_acknowledged(uint64_t bytes) REQUIRES(mutex_);
+  void trace_chunk(const Slot& slot) REQUIRES(mutex_);
   SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
   std::string compose_inline() REQUIRES(mutex_);
   void flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actions& actions)
@@ -449,6 +461,14 @@ class File : public std::enable_shared_from_this<File> {
   std::set<uint32_t> snapshot_segments_ GUARDED_BY(mutex_);
   std::vector<Extent> snapshot_garbage_ GUARDED_BY(mutex_);
   std::vector<std::pair<uint16_t, uint64_t>> snapshot_dead_ GUARDED_BY(mutex_);
+
+  // Since the inode was loaded: all, those of the last snapshot, those of the last commit. When the
+  // oldest byte after the last snapshot was acknowledged, and the oldest in one not committed.
+  uint64_t bytes_acknowledged_ GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_in_snapshot_ GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_committed_ GUARDED_BY(mutex_) = 0;
+  int64_t oldest_ns_ GUARDED_BY(mutex_) = 0;
+  int64_t oldest_in_snapshot_ns_ GUARDED_BY(mutex_) = 0;
 
   int error_ GUARDED_BY(mutex_) = 0;
   uint64_t error_count_ GUARDED_BY(mutex_) = 0;

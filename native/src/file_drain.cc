@@ -76,6 +76,7 @@ void File::seal(Slot* slot, Actions& actions) {
   }
   slot->seal_wanted = false;
   slot->sealed = true;
+  if (slot->opened_ns != 0) slot->sealed_ns = monotonic_ns();
   plane_.arena().age_remove(slot);
   publish(slot, arena::SlotState::Sealed);
   maybe_issue(slot, actions);
@@ -131,6 +132,7 @@ void File::issue(Slot* slot) {
   {
     const MutexLock lock(mutex_);
     slot->issue_size = size_;
+    if (slot->opened_ns != 0) slot->issued_ns = monotonic_ns();
     bool complete = true;
     for (uint64_t i = 0; i * kBlockBytes < placement_.chunk_bytes; ++i) {
       if (!complete_block(slot, i, actions)) complete = false;
@@ -160,6 +162,8 @@ bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
     io->object = object_ref(old.place.device, old.place.object);
     io->offset = uint64_t{old.place.object_block} * kBlockBytes;
     io->length = kBlockBytes;
+    io->ino = ino_;
+    io->file_offset = block * kBlockBytes;
     if (plane_.checksums()) io->expected = map_.checksums(block, 1);
     ++slot->pending_io;
     Device* device = plane_.device(old.place.device);
@@ -275,6 +279,8 @@ void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place,
   io->object = object_ref(place.device, place.object);
   io->offset = uint64_t{place.object_block} * kBlockBytes;
   io->buffer = slot->data + index * kBlockBytes;
+  io->ino = ino_;
+  io->file_offset = block * kBlockBytes;
   io->length = (count - 1) * kBlockBytes + block_limit(slot, index + count - 1);
   if (const auto it = appenders_.find(place.device);
       it != appenders_.end() && it->second->id == place.object) {
@@ -403,6 +409,7 @@ void File::finish_slot(Slot* slot, Actions& actions) {
 void File::retire_slot(Slot* slot, Actions& actions) {
   const uint64_t chunk = slot->chunk;
   const uint16_t device = slot->device;
+  if (slot->opened_ns != 0) trace_chunk(*slot);
   detach(slot);
   release_slot(slot, actions);
   issue_next(device, actions);
@@ -410,6 +417,19 @@ void File::retire_slot(Slot* slot, Actions& actions) {
     maybe_issue(next->second.front(), actions);
   }
   check_barrier(actions);
+}
+
+void File::trace_chunk(const Slot& slot) {
+  TraceEvent event;
+  event.kind = TraceKind::Chunk;
+  event.detail = slot.index;
+  event.device = slot.device;
+  event.error = slot.io_error;
+  event.ino = ino_;
+  event.offset = slot.chunk * placement_.chunk_bytes;
+  for (const auto& range : slot.ranges.all()) event.length += range.end - range.begin;
+  event.at_ns = {slot.opened_ns, slot.sealed_ns, slot.issued_ns, monotonic_ns()};
+  if (plane_.tracer().watches(ino_)) plane_.tracer().add(event);
 }
 
 // --- barriers ---
@@ -467,6 +487,11 @@ void File::note_state(SnapshotData* base) {
   base->size = size_;
   base->mtime_ns = mtime_ns_;
   base->ctime_ns = ctime_ns_;
+  // What was noted before belongs to a snapshot that was never committed, or to this one.
+  if (oldest_in_snapshot_ns_ == 0) oldest_in_snapshot_ns_ = oldest_ns_;
+  oldest_ns_ = 0;
+  bytes_in_snapshot_ = bytes_acknowledged_;
+  base->acknowledged_ns = oldest_in_snapshot_ns_;
   snapshot_size_ = size_;
   replaced_since_snapshot_ = false;
 }
@@ -595,6 +620,7 @@ void File::flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actio
     auto* request = new GatherRequest();
     request->op = IoOp::Flush;
     request->object = object;
+    request->ino = ino_;
     request->gather = gather;
     request->failed = [self = shared_from_this(), device = key.first](int error) {
       self->blame(device, error);
@@ -614,6 +640,8 @@ void File::committed(uint64_t sequence) {
     const MutexLock lock(mutex_);
     committed_sequence_ = sequence;
     committed_size_ = snapshot_size_;
+    bytes_committed_ = bytes_in_snapshot_;
+    oldest_in_snapshot_ns_ = 0;
     replaced_ = replaced_since_snapshot_;
     snapshot_segments_.clear();
     snapshot_garbage_.clear();

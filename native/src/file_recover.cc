@@ -277,6 +277,9 @@ Outcome File::attach_recovered() {
       }
       recovered_slots_.erase(recovered_slots_.begin());
       attach(slot, slot->chunk);
+      uint64_t bytes = 0;
+      for (const auto& range : slot->ranges.all()) bytes += range.end - range.begin;
+      note_acknowledged(bytes);  // long ago, by a clock that this process cannot ask
       if (!inline_mode_) seal(slot, actions);
     }
     if (recovered_slots_.empty()) outcome = zero_recovered_tails(actions);

@@ -90,6 +90,7 @@ Slot* File::steal(Slot* slot) {
   copy->device = slot->device;
   copy->ranges = slot->ranges;
   copy->reserved = slot->reserved;
+  copy->opened_ns = slot->opened_ns;
   slot->reserved.reset();
   Chain& chain = chains_.find(slot->chunk)->second;
   *std::find(chain.begin(), chain.end(), slot) = copy;
@@ -365,6 +366,7 @@ Outcome File::write(uint64_t offset, size_t length, const Payload& payload, Slot
   {
     const MutexLock lock(mutex_);
     outcome = write_locked(offset, length, payload, spare, lease, true, actions);
+    if (outcome.progress == Progress::Done && outcome.error == 0) note_acknowledged(length);
   }
   actions.run();
   return outcome;

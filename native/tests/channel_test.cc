@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <numeric>
 #include <set>
 #include <thread>
 
@@ -698,6 +699,78 @@ TEST_CASE("channel: a request is under way until it is answered, whoever answers
   const uint64_t forget = kernel.send(FUSE_FORGET, std::string(sizeof(fuse_forget_in), '\0'));
   CHECK(kernel.relayed() == FUSE_FORGET);
   CHECK_FALSE(requests.is_under_way(forget));
+}
+
+// Waits for so many answered writes to be measured, which is after they were answered.
+DurationCounts wait_measured(Kernel& kernel, uint64_t count) {
+  for (;;) {
+    const DurationCounts found = kernel.engine().channel()->statistics().write_to_ack.read();
+    if (std::accumulate(found.counts.begin(), found.counts.end(), uint64_t{0}) == count) {
+      return found;
+    }
+    std::this_thread::yield();
+  }
+}
+
+TEST_CASE("channel: the time to a write's answer counts what it waited, and no refusals") {
+  Kernel kernel;
+  const int64_t began_ns = monotonic_ns();
+  kernel.write_whole(0, "at once");
+  wait_measured(kernel, 1);
+  CHECK(kernel.write(kFileBytesMax, "x") == EFBIG);
+  NoSlots none(kernel.engine());
+  const uint64_t parked =
+      kernel.send(FUSE_WRITE, Kernel::write_body(kChunkBytes, random_bytes(1000, 1)));
+  wait_parked(kernel, 1);
+  const int64_t parked_ns = monotonic_ns();
+  while (monotonic_ns() < parked_ns + 5'000'000) std::this_thread::yield();
+  none.give();
+  CHECK(kernel.wait(parked).error == 0);
+  const uint64_t waited = static_cast<uint64_t>(monotonic_ns() - parked_ns);
+  DurationCounts found = wait_measured(kernel, 2);
+  CHECK(found.sum_ns > 5'000'000);
+  CHECK(found.sum_ns < static_cast<uint64_t>(monotonic_ns() - began_ns));
+  CHECK(waited > 5'000'000);
+  CHECK(Kernel::written(when_durable(kernel, FUSE_WRITE, Kernel::write_body(0, "s", O_DSYNC), 0)) ==
+        1);
+  wait_measured(kernel, 3);
+}
+
+TEST_CASE("channel: requests of the traced file are told of, whoever answers them") {
+  Kernel kernel;
+  kernel.open(kIno + 1, kHandle + 1);
+  Tracer& tracer = kernel.engine().tracer();
+  kernel.write_whole(0, "before");
+  tracer.start(kIno);
+  kernel.write_whole(0, "bytes");
+  CHECK(kernel.ask(FUSE_READ, Kernel::read_body(1, 3)).body == "yte");
+  CHECK(kernel.ask(FUSE_LSEEK, "").error == EIO);
+  const uint64_t relayed = kernel.send(FUSE_GETXATTR, std::string(8, '\0'));
+  CHECK(kernel.relayed() == FUSE_GETXATTR);
+  kernel.answer(relayed, ENODATA);
+  CHECK(kernel.wait(relayed).error == ENODATA);
+  std::vector<TraceEvent> events;
+  while (events.size() < 4) {  // an event comes after its answer
+    for (const TraceEvent& event : tracer.take(10)) events.push_back(event);
+  }
+  const auto check = [&](size_t index, uint32_t opcode, int error, uint64_t offset,
+                         uint64_t length) {
+    const TraceEvent& event = events[index];
+    CHECK(event.kind == TraceKind::Request);
+    CHECK(event.detail == opcode);
+    CHECK(event.error == error);
+    CHECK(event.offset == offset);
+    CHECK(event.length == length);
+    CHECK(event.at_ns[0] > 0);
+    CHECK(event.at_ns[1] >= event.at_ns[0]);
+  };
+  check(0, FUSE_WRITE, 0, 0, 5);
+  check(1, FUSE_READ, 0, 1, 3);
+  check(2, FUSE_LSEEK, EIO, 0, 0);
+  check(3, FUSE_GETXATTR, ENODATA, 0, 0);
+  tracer.stop();
+  kernel.write_whole(0, "after");
+  CHECK(tracer.take(10).empty());
 }
 
 }  // namespace fpfs::testing

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <numeric>
 #include <thread>
 
 #include "device_fixture.h"
@@ -73,6 +74,11 @@ TEST_CASE_TEMPLATE("device: bytes written are read back", Backend, UringBackend,
   CHECK(statistics.bytes_written == written.size());
   CHECK(statistics.bytes_read == written.size());
   CHECK(statistics.errors == 0);
+  for (const DurationCounts& latency :
+       {statistics.write_latency, statistics.read_latency, statistics.flush_latency}) {
+    CHECK(std::accumulate(latency.counts.begin(), latency.counts.end(), uint64_t{0}) == 1);
+    CHECK(latency.sum_ns > 0);
+  }
   CHECK(statistics.io_uring == (Backend::kind == IoBackend::IoUring));
 }
 
