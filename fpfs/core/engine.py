@@ -16,12 +16,13 @@ for a device is a coroutine.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from fpfs import _native
+from fpfs.core.statistics import EngineStatistics, Unsaved
 
 crc32c = _native.crc32c
 """CRC32C (Castagnoli) of a bytes object, by the processor where it can."""
@@ -33,6 +34,9 @@ CatalogFiles = _native.CatalogFiles
 CatalogLeader = _native.CatalogLeader
 CatalogMirror = _native.CatalogMirror
 """The catalog's copies as files; see native/src/catalog_files.h and catalog_mirror.h."""
+
+Tracer = _native.Tracer
+"""Events of one file while somebody traces it; see native/src/tracer.h."""
 
 KnownDirectories = _native.KnownDirectories
 """What the channel may say of directories by itself; see native/src/known_directories.h."""
@@ -157,7 +161,8 @@ class Snapshot(NamedTuple):
     an empty blob says that the segment describes nothing any more. `inline` is the whole content
     when it lives in the catalog (then there are no segments), else None. `objects` are all objects
     that the map refers to, `dead` those it no longer refers to, `garbage` superseded ranges of
-    live objects; the last two may be given back after the commit is durable.
+    live objects; the last two may be given back after the commit is durable. `acknowledged_ns` is
+    when its oldest byte was (``time.monotonic_ns()``), 0 when it has no new one.
     """
 
     sequence: int
@@ -170,6 +175,7 @@ class Snapshot(NamedTuple):
     dead: Sequence[ObjectId]
     garbage: Sequence[Range]
     noted: int = 0
+    acknowledged_ns: int = 0
 
 
 class StoredRange(NamedTuple):
@@ -481,9 +487,14 @@ class Engine(Protocol):
         pyfuse3 gets as ``/dev/fd/N``. What `directories` knows never reaches pyfuse3. Where another
         server served the connection before, the kernel is asked for what it left unanswered."""
 
-    def statistics(self) -> Mapping[str, object]:
-        """Counters and gauges: ``staging`` (bytes_used, bytes_total, pinned), ``devices`` (by
-        number: bytes_written, bytes_read, in_flight, backend, direct), ``channel`` (requests)."""
+    def unsaved(self, ino: int) -> Unsaved:
+        """What of a loaded inode was acknowledged, and is not committed."""
+
+    def tracer(self) -> Tracer:
+        """What keeps the events of one file when it is told to."""
+
+    def statistics(self) -> EngineStatistics:
+        """Counters and gauges."""
 
     def close(self) -> None:
         """Stop threads and free the arena. Dirty bytes must have been drained."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno as errno_module
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 import trio
 
 from fpfs import _native
@@ -38,7 +39,9 @@ from fpfs.core.engine import (
     SpaceWanted,
     StoredRange,
     SyncWrite,
+    Tracer,
 )
+from fpfs.core.statistics import EngineStatistics, Unsaved
 
 
 class NativeEngine:
@@ -256,7 +259,7 @@ class NativeEngine:
     async def drain(self, ino: int, *, last: bool) -> Snapshot:
         """See `Engine.drain`."""
         fields = await self._completion(self._native.drain(ino, last))
-        sequence, size, mtime_ns, ctime_ns, inline, segments, *places, noted = fields
+        sequence, size, mtime_ns, ctime_ns, inline, segments, *places, noted, ack_ns = fields
         objects, dead, garbage = places
         return Snapshot(
             sequence,
@@ -269,6 +272,7 @@ class NativeEngine:
             [ObjectId(*key) for key in dead],
             [Range(*entry) for entry in garbage],
             noted,
+            ack_ns,
         )
 
     def committed(self, ino: int, sequence: int) -> None:
@@ -342,9 +346,20 @@ class NativeEngine:
         """See `Engine.serve`."""
         return self._native.serve(fuse_fd, directories, connection.value)
 
-    def statistics(self) -> Mapping[str, object]:
+    def unsaved(self, ino: int) -> Unsaved:
+        """See `Engine.unsaved`."""
+        acknowledged, uncommitted, oldest_ns = self._native.unsaved(ino)
+        return Unsaved(
+            bytes_acknowledged=acknowledged, bytes_uncommitted=uncommitted, oldest_ns=oldest_ns
+        )
+
+    def tracer(self) -> Tracer:
+        """See `Engine.tracer`."""
+        return self._native.tracer()
+
+    def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
-        return self._native.statistics()
+        return msgspec.convert(self._native.statistics(), EngineStatistics)
 
     def close(self) -> None:
         """See `Engine.close`; blocks until the device threads have ended."""

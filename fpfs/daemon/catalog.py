@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
 
@@ -98,6 +99,7 @@ class Catalog:
         self._flush_lock = trio.Lock()
         self._flush_error: OSError | None = None
         self._written_event = trio.Event()
+        self._flushed: Callable[[int, int], None] | None = None
         self._closed = False
 
     @property
@@ -251,6 +253,18 @@ class Catalog:
         """Whether everything that was answered so far would survive power loss."""
         return self._durable == self._written
 
+    @property
+    def written(self) -> int:
+        """Number of the last transaction that was answered."""
+        return self._written
+
+    def on_flushed(self, tell: Callable[[int, int], None]) -> None:
+        """Call `tell` after each flush: how far it goes, as `written` counts, and its begin.
+
+        That is by ``time.monotonic_ns()``.
+        """
+        self._flushed = tell
+
     async def wait_written(self) -> None:
         """Return when there is something that is not durable yet."""
         while self.all_durable:
@@ -269,6 +283,7 @@ class Catalog:
             if self._durable >= target:
                 return
             covered = self._written
+            began_ns = time.monotonic_ns()
             try:
                 await self._flush_copies()
             except OSError as error:
@@ -276,6 +291,8 @@ class Catalog:
                 raise CatalogError(f"the catalog cannot be flushed: {error}") from error
             self._flushes += 1
             self._durable = covered
+            if self._flushed is not None:
+                self._flushed(covered, began_ns)
 
     async def _flush_copies(self) -> None:
         """Flush the logs of all copies in service, side by side. OSError when none could be.

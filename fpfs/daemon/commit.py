@@ -32,6 +32,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_names, list_orphans
 from fpfs.daemon.catalog_group_contents import make_one_current
 from fpfs.daemon.catalog_held import list_held
+from fpfs.daemon.durability import CommitSteps, Durability, StepKind
 from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
 
@@ -145,6 +147,8 @@ class Commit:
         self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
         self._aside = Asides(engine=engine, inodes=inodes)
         self._withheld = Withheld(catalog=catalog, inodes=inodes)
+        self.steps = CommitSteps()
+        self.durability = Durability(catalog, self.steps)
         self._numbers = itertools.count(1)
         self._flush_delay_s = durable_within_s / 2
         self._queue: deque[_Entry] = deque()
@@ -478,12 +482,14 @@ class Commit:
         is_withheld = inode.withheld and not entry.killed_by
         is_kept = inode.nlink or inode.handles or is_withheld
         if is_kept and (self._inodes.refresh(inode) or inode.unfinished):
+            began_ns = time.monotonic_ns()
             try:
                 entry.snapshot = await self._engine.drain(
                     inode.ino, last=entry.last and inode.writers == 0
                 )
             except OSError as error:
                 entry.error = error
+            self.steps.add(StepKind.DRAIN, inode.ino, began_ns)
         entry.drained = True
         if self._queue[0] is entry:
             self._progress.set()
@@ -547,12 +553,13 @@ class Commit:
             self._withheld.was_let_go(batch[-1].number)
             return removal
 
+        began_ns = time.monotonic_ns()
         removal = await self._catalog.write_many(store, apply=stored)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         for entry, version in zip(batch, versions, strict=True):
             entry.inode.synced = not entry.last
-            self._now_current(version)
+            self._now_current(version, began_ns)
         await self._versions.follow(changed)
 
     def _make_current(
@@ -563,10 +570,12 @@ class Commit:
             changed.extend(self._versions.of_version(transaction, version.ino))
         return make_one_current(transaction, version)
 
-    def _now_current(self, version: Version) -> None:
-        """Tell the engine of a version that the catalog has."""
+    def _now_current(self, version: Version, began_ns: int) -> None:
+        """Tell the engine of a version that the catalog has, by a transaction begun at a time."""
         self._committed += 1
         self._engine.committed(version.ino, version.snapshot.sequence)
+        self.steps.add(StepKind.TRANSACTION, version.ino, began_ns)
+        self.durability.current(version.ino, version.snapshot.acknowledged_ns)
         inode = self._inodes.cached(version.ino)
         assert inode is not None, "an inode is in the table while a version of it is queued"
         inode.unfinished = False
@@ -584,12 +593,13 @@ class Commit:
             stored = put_aside(transaction, version, is_whole=self._policies.is_whole)
             return stored or (None, self._make_current(transaction, version, changed))
 
+        began_ns = time.monotonic_ns()
         aside, removal = await self._catalog.write_many(store, apply=self._aside.apply)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         if aside is None:
             entry.inode.synced = False
-            self._now_current(version)
+            self._now_current(version, began_ns)
             await self._versions.follow(changed)
         else:
             await self._aside.settle(aside)

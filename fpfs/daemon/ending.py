@@ -135,7 +135,7 @@ class Ending:
             _log.error("stopped by a second SIGINT while closing, after the last flush")
             logging.shutdown()
             os._exit(EXIT_GAVE_UP)
-        staged = self._engine.statistics()["staging"]["bytes_used"]  # type: ignore[index]
+        staged = self._engine.statistics().staging.bytes_used
         pending = self._commit.statistics().pending
         _log.error(
             "stopped by a second SIGINT: %s in staging and %d uncommitted files are left to the"

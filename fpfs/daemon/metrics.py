@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,6 +18,7 @@ from fpfs.core.reports import (
     StagingStatus,
     UncommittedStatus,
 )
+from fpfs.core.statistics import DeviceStatistics, EngineStatistics
 from fpfs.daemon.asides import signal_name
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
@@ -29,16 +29,15 @@ from fpfs.daemon.registry import Member
 
 
 def device_statuses(
-    members: Sequence[Member], statistics: Mapping[str, object], copies: Sequence[CopyStatus]
+    members: Sequence[Member], statistics: EngineStatistics, copies: Sequence[CopyStatus]
 ) -> tuple[DeviceStatus, ...]:
     """Status of each device. Blocks: it adds up the objects' allocated bytes."""
-    by_number = cast("Mapping[int, Mapping[str, Any]]", statistics["devices"])
     with_catalog = {os.path.dirname(copy.path) for copy in copies}
     return tuple(
         msgspec.structs.replace(
             _missing_status(member)
             if member.is_missing
-            else _device_status(member, by_number[member.number]),
+            else _device_status(member, statistics.devices[member.number]),
             tags=tuple(sorted(member.tags)),
             has_catalog=member.path in with_catalog,
         )
@@ -63,18 +62,16 @@ def _missing_status(device: Member) -> DeviceStatus:
     )
 
 
-def _device_status(device: Member, figures: Mapping[str, Any]) -> DeviceStatus:
+def _device_status(device: Member, figures: DeviceStatistics) -> DeviceStatus:
     state = DeviceState.DRAINING if device.is_draining else DeviceState.OK
     troubles = []
-    checksum_errors = int(figures["checksum_errors"])
-    read_errors = int(figures["read_errors"])
-    if checksum_errors:
+    if figures.checksum_errors:
         state = DeviceState.DAMAGED
-        troubles.append(f"damaged blocks were met {checksum_errors} times")
-    if read_errors:
+        troubles.append(f"damaged blocks were met {figures.checksum_errors} times")
+    if figures.read_errors:
         state = DeviceState.DAMAGED
-        troubles.append(f"reads failed {read_errors} times")
-    if figures.get("failed"):
+        troubles.append(f"reads failed {figures.read_errors} times")
+    if figures.failed:
         state = DeviceState.FAILED
         troubles.insert(0, "failed: new chunks avoid it")
     bytes_used = bytes_free = bytes_total = 0
@@ -94,13 +91,13 @@ def _device_status(device: Member, figures: Mapping[str, Any]) -> DeviceStatus:
         bytes_used=bytes_used,
         bytes_free=bytes_free,
         bytes_total=bytes_total,
-        bytes_written=int(figures["bytes_written"]),
-        bytes_read=int(figures["bytes_read"]),
-        requests_in_flight=int(figures["in_flight"]),
-        checksum_errors=checksum_errors,
-        read_errors=read_errors,
-        backend=str(figures["backend"]),
-        direct=bool(figures["direct"]),
+        bytes_written=figures.bytes_written,
+        bytes_read=figures.bytes_read,
+        requests_in_flight=figures.in_flight,
+        checksum_errors=figures.checksum_errors,
+        read_errors=figures.read_errors,
+        backend=figures.backend,
+        direct=figures.direct,
     )
 
 
@@ -119,21 +116,21 @@ def allocated_bytes(objects_path: str) -> int:
     return total_blocks * 512
 
 
-def staging_status(statistics: Mapping[str, object]) -> StagingStatus:
+def staging_status(statistics: EngineStatistics) -> StagingStatus:
     """Status of the staging arena."""
-    figures = cast("Mapping[str, Any]", statistics["staging"])
+    staging = statistics.staging
     return StagingStatus(
-        buffer_bytes=int(figures["slot_bytes"]),
-        bytes_used=int(figures["bytes_used"]),
-        bytes_total=int(figures["bytes_total"]),
-        pinned=bool(figures["pinned"]),
+        buffer_bytes=staging.slot_bytes,
+        bytes_used=staging.bytes_used,
+        bytes_total=staging.bytes_total,
+        pinned=staging.pinned,
     )
 
 
-def channel_counters(statistics: Mapping[str, object]) -> dict[str, int]:
+def channel_counters(statistics: EngineStatistics) -> dict[str, int]:
     """Requests that the channel saw, by name."""
-    figures = cast("Mapping[str, Any]", statistics["channel"])
-    return {name: int(value) for name, value in figures.items()}
+    figures = msgspec.structs.asdict(statistics.channel)
+    return {name: value for name, value in figures.items() if isinstance(value, int)}
 
 
 def commit_status(statistics: CommitStatistics) -> CommitStatus:

@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pyfuse3
 import trio
@@ -390,8 +390,8 @@ class Server:
             if self._connection_control is not None:
                 self._connection_control.close()
             self._namespace.close()
-            devices: Any = self._engine.statistics()["devices"]
-            has_failed = any(each["failed"] or each["errors"] for each in devices.values())
+            devices = self._engine.statistics().devices.values()
+            has_failed = any(each.failed or each.errors for each in devices)
             await trio.to_thread.run_sync(self._engine.close)
             if self._registry.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.

@@ -40,12 +40,14 @@ from fpfs.core.engine import (
     Snapshot,
     StoredRange,
     SyncWrite,
+    Tracer,
     crc32c,
 )
 from fpfs.core.layout import Run, Segment, decode_segment, encode_segment
+from fpfs.core.statistics import EngineStatistics, Unsaved
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Container, Mapping, Sequence
+    from collections.abc import AsyncIterator, Container, Sequence
 
 ZEROS = bytes(BLOCK_BYTES)
 
@@ -88,6 +90,23 @@ class _File:
         self.draining = False
         self.size_committed = size
         self.replaced = False
+        self.bytes_acknowledged = 0
+        self.bytes_drained = 0
+        self.bytes_committed = 0
+        self.oldest_ns = 0
+        self.oldest_drained_ns = 0
+        """Of what was drained and is not committed."""
+
+    def acknowledge(self, count: int) -> None:
+        self.bytes_acknowledged += count
+        self.oldest_ns = self.oldest_ns or time.monotonic_ns()
+
+    def unsaved(self) -> Unsaved:
+        return Unsaved(
+            bytes_acknowledged=self.bytes_acknowledged,
+            bytes_uncommitted=self.bytes_acknowledged - self.bytes_committed,
+            oldest_ns=self.oldest_drained_ns or self.oldest_ns,
+        )
 
     @property
     def dirty(self) -> bool:
@@ -157,6 +176,7 @@ class MemoryEngine:
         self._drains_changed = trio.Event()
         self._events_in, self._events_out = trio.open_memory_channel[Event](float("inf"))
         self._tickets = 0
+        self._tracer = Tracer()
         self.answers: dict[int, int] = {}
         self.calls: list[tuple[object, ...]] = []
 
@@ -179,6 +199,7 @@ class MemoryEngine:
             file.change_block(offset // BLOCK_BYTES)[start : start + count] = view[:count]
             view, offset = view[count:], offset + count
         file.touch()
+        file.acknowledge(len(data))
         if flags & os.O_DSYNC:
             self._tickets += 1
             self._events_in.send_nowait(SyncWrite(self._tickets, ino))
@@ -424,6 +445,9 @@ class MemoryEngine:
         dead = file.objects_known - live
         file.objects_known |= live
         file.version_drained = file.version
+        file.bytes_drained = file.bytes_acknowledged
+        file.oldest_drained_ns = file.oldest_drained_ns or file.oldest_ns
+        file.oldest_ns = 0
         return Snapshot(
             sequence=file.version,
             size=file.size,
@@ -436,6 +460,7 @@ class MemoryEngine:
             objects=sorted(live),
             dead=sorted(dead),
             garbage=[old for old in file.garbage if ObjectId(old.device, old.object) in live],
+            acknowledged_ns=file.oldest_drained_ns,
         )
 
     def _place_blocks(self, file: _File) -> None:
@@ -461,6 +486,7 @@ class MemoryEngine:
         file = self._files[ino]
         assert sequence == file.version_drained, "the last drain is committed"
         file.version_committed = sequence
+        file.bytes_committed, file.oldest_drained_ns = file.bytes_drained, 0
         file.size_committed, file.replaced = file.size, False
         file.segments_drained.clear()
         file.garbage.clear()
@@ -573,13 +599,17 @@ class MemoryEngine:
         """There is no channel in memory."""
         raise OSError(errno.ENOSYS, "the memory engine serves no kernel")
 
-    def statistics(self) -> Mapping[str, object]:
-        """Return the shape of the native engine's statistics."""
-        return {
-            "staging": {"bytes_used": 0, "bytes_total": 0, "pinned": False},
-            "devices": {},
-            "channel": {"requests": 0},
-        }
+    def unsaved(self, ino: int) -> Unsaved:
+        """See `Engine.unsaved`."""
+        return self._files[ino].unsaved()
+
+    def tracer(self) -> Tracer:
+        """Return one that nobody tells of anything."""
+        return self._tracer
+
+    def statistics(self) -> EngineStatistics:
+        """Return the shape of the native engine's statistics: nothing is counted here."""
+        return EngineStatistics()
 
     def close(self) -> None:
         """End `events`."""

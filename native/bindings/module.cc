@@ -452,6 +452,7 @@ void bind_directories(nb::module_& module) {
 
 void bind_tracer(nb::module_& module) {
   nb::class_<Tracer>(module, "Tracer")
+      .def(nb::init<>())
       .def("start", &Tracer::start, nb::arg("ino"), nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Tracer::stop)
       .def("lost", &Tracer::lost)
