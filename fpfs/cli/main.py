@@ -57,8 +57,8 @@ def mount(
         Parameter(
             name=["--option", "-o"],
             negative="",
-            help="Options as in fstab, a,b=c: the flags here, whole, checksums, fsname, adopt, ro,"
-            " nosuid, nodev, noexec, noatime, allow_other, noallow_other; README.md has the table.",
+            help="Options as in fstab, a,b=c: the flags here, whole, metrics, checksums, adopt, ro,"
+            " nosuid, noatime, allow_other, noallow_other, ...; README.md has the table.",
         ),
     ] = None,
     foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,

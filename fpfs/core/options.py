@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fpfs.core.addresses import parse_listen_address
 from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN, WHOLE_DEFAULT, Acknowledge
 from fpfs.core.refusal import Refused
@@ -87,6 +88,8 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     degraded: bool = False
     source: str = ""
     log: str = ""
+    metrics: str = ""
+    """Where metrics are served (`fpfs.core.addresses`); nowhere without."""
     devices: tuple[str, ...] = ()
     kernel: tuple[str, ...] = ()
 
@@ -121,6 +124,7 @@ _EXAMPLES = {
     "checksums": "off",
     "device": "/nvme0/fpfs",
     "log": "/var/log/fpfs.log",
+    "metrics": "127.0.0.1:9464",
     "fsname": "/nvme0/fpfs",
 }
 """The options that have a value, and what one looks like."""
@@ -180,6 +184,9 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
         case "checksums":
             return name, _choice(Checksums, name, value)
         case "log":
+            return name, value
+        case "metrics":
+            parse_listen_address(value, name=name)
             return name, value
     return "source", value
 

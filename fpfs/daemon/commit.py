@@ -341,6 +341,10 @@ class Commit:
         self._failures.pop(inode.ino, None)
         self._reclaim.delete(inode)
 
+    def queued(self) -> set[int]:
+        """Return the numbers of inodes that a version is on its way of."""
+        return {entry.inode.ino for entry in self._queue}
+
     @property
     def idle(self) -> bool:
         """Whether no version is on its way."""

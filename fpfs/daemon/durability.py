@@ -119,6 +119,11 @@ class Durability:
         """How many versions are current and not durable."""
         return len(self._waiting)
 
+    def oldest_s(self) -> float:
+        """How long ago the oldest byte of the waiting versions was acknowledged; 0: none waits."""
+        oldest_ns = self.oldest_ns()
+        return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
+
     def oldest_ns(self, ino: int = 0) -> int:
         """When the oldest byte of a waiting version was acknowledged, or of those of one inode.
 

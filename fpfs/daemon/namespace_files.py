@@ -80,6 +80,10 @@ class Files:
         self.writers = 0
         """Writable handles of all inodes."""
 
+    def written(self) -> set[Inode]:
+        """Inodes with writable handles."""
+        return {opened.inode for opened in self._handles.values() if opened.writable}
+
     @property
     def open_count(self) -> int:
         """How many handles are open."""

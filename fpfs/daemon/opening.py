@@ -6,9 +6,11 @@ Concurrency: plain functions; those that block say so.
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fpfs.core.addresses import parse_listen_address
 from fpfs.core.engine import DeviceConfig, EngineConfig
 from fpfs.core.errors import CatalogError
 from fpfs.core.options import Checksums, Idle, MountOptions
@@ -42,6 +44,21 @@ def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
         # Root's own filesystems honour set-user-id and device files; fusermount3 would not.
         chosen += ["suid", "dev"]
     return [*chosen, *options.kernel]
+
+
+def open_metrics(config: ServerConfig) -> socket.socket | None:
+    """The place where a new mount serves metrics, if it is to. Raises `Refused` if it is taken."""
+    text = config.options.metrics
+    if not text:
+        return None
+    from fpfs.daemon.metrics_server import listen_or_refuse
+
+    return listen_or_refuse(
+        parse_listen_address(text, name="metrics"),
+        asked=config.asked,
+        text=text,
+        open_to_others=allows_others(config.options),
+    )
 
 
 def allows_others(options: MountOptions) -> bool:

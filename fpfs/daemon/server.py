@@ -20,6 +20,7 @@ import errno
 import functools
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
@@ -59,11 +60,13 @@ from fpfs.daemon.opening import (
     mount_facts,
     mount_options,
     open_catalog,
+    open_metrics,
 )
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.policies import Policies
 from fpfs.daemon.registry import DeviceRegistry
 from fpfs.daemon.requests import Requests
+from fpfs.daemon.scrape import Scrape
 from fpfs.daemon.takeover import TakeOver
 from fpfs.daemon.versions import Versions
 
@@ -141,6 +144,7 @@ class Server:
             device_paths=lambda: {each.number: each.path for each in self._registry.present},
         )
         self._controlled = self._make_controlled()
+        self._metrics_scope = trio.CancelScope()
         self._connection_ended = trio.Event()
         self._connection_control: mounting.ConnectionControl | None = None
         self._closed = False
@@ -160,7 +164,9 @@ class Server:
             restarts=self._inherited.restarts if self._inherited else 0,
         )
 
-    async def run(self, *, ready: Callable[[], None]) -> Flushed:
+    async def run(
+        self, *, ready: Callable[[], None], metrics_socket: socket.socket | None
+    ) -> Flushed:
         """Mount and serve until the end; `ready` is called when the mount answers.
 
         Returns what could not be kept, after everything was closed and the devices unlocked.
@@ -189,6 +195,8 @@ class Server:
         )
         async with trio.open_nursery() as nursery:
             try:
+                if self._config.options.metrics:
+                    nursery.start_soon(self._serve_metrics, metrics_socket)
                 for task in (control.serve, ending.watch_signals, ending.watch_keeper):
                     await nursery.start(self._run_beside, task)
                 final = await self._serve(ready, ending, relay_fd, let_go)
@@ -204,6 +212,7 @@ class Server:
                     await ending.leave_no_dead_mount()
                     await control.end_requests()
                     await ending.end_signals()
+                    self._metrics_scope.cancel()
                     await self.close()
             with trio.move_on_after(ANNOUNCE_S):
                 await control.announce_end(final)
@@ -275,6 +284,21 @@ class Server:
         _log.critical("serving failed", exc_info=error)
         logging.shutdown()
         os._exit(EXIT_DIED)
+
+    async def _serve_metrics(self, listener: socket.socket | None) -> None:
+        scrape = Scrape(
+            config=self._config,
+            registry=self._registry,
+            catalog=self._catalog,
+            engine=self._engine,
+            namespace=self._namespace,
+            commit=self._commit,
+            link=self._link,
+            restarts=self._inherited.restarts if self._inherited else 0,
+        )
+        open_to_others = allows_others(self._config.options)
+        with self._metrics_scope:
+            await scrape.serve(listener, open_to_others=open_to_others)
 
     async def _serve(
         self,
@@ -414,6 +438,7 @@ async def serve(
     inherited: Inherited | None,
 ) -> Flushed:
     """Open everything, serve one mount, and close everything. Raises `Refused` and OSError."""
+    metrics_socket = open_metrics(config) if inherited is None else None
     with open_devices(
         config.devices,
         mountpoint=config.mountpoint,
@@ -452,7 +477,9 @@ async def serve(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)
             try:
-                return await server.run(ready=functools.partial(ready, devices))
+                return await server.run(
+                    ready=functools.partial(ready, devices), metrics_socket=metrics_socket
+                )
             finally:
                 with trio.CancelScope(shield=True):
                     await server.close()

@@ -28,7 +28,7 @@ def test_every_option_can_be_given() -> None:
         [
             "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3,idle=deep",
             "checksums=off,device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
-            "whole=*.a:*.b,degraded",
+            "whole=*.a:*.b,degraded,metrics=[::1]:9464",
         ]
     )
     assert options == MountOptions(
@@ -42,6 +42,7 @@ def test_every_option_can_be_given() -> None:
         checksums=Checksums.OFF,
         devices=("/a", "/b"),
         log="/l",
+        metrics="[::1]:9464",
         source="/a:/b",
         whole=("*.a", "*.b"),
         allow_other=True,

@@ -1,0 +1,55 @@
+"""Files that are being written, or were and are not durable yet.
+
+Concurrency: trio thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.namespace_files import Files
+
+
+class FileInProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that somebody writes, or whose last version is on its way.
+
+    `bytes_acknowledged` counts since the inode was loaded. `age_s` is how long ago the oldest byte
+    that is not durable was acknowledged; 0 where there is none.
+    """
+
+    ino: int
+    writers: int
+    bytes_acknowledged: int
+    bytes_pending: int
+    age_s: float
+
+
+def files_in_progress(
+    *, files: Files, commit: Commit, engine: Engine
+) -> tuple[FileInProgress, ...]:
+    """All of them, by inode number."""
+    writers = {inode.ino: inode.writers for inode in files.written()}
+    inos = writers.keys() | commit.queued()
+    now_ns = time.monotonic_ns()
+    found = []
+    for ino in sorted(inos):
+        if not engine.loaded(ino):
+            continue
+        unsaved = engine.unsaved(ino)
+        known = [ns for ns in (unsaved.oldest_ns, commit.durability.oldest_ns(ino)) if ns]
+        found.append(
+            FileInProgress(
+                ino=ino,
+                writers=writers.get(ino, 0),
+                bytes_acknowledged=unsaved.bytes_acknowledged,
+                bytes_pending=unsaved.bytes_uncommitted,
+                age_s=(now_ns - min(known)) / 1e9 if known else 0.0,
+            )
+        )
+    return tuple(found)

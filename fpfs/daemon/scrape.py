@@ -1,0 +1,142 @@
+"""Metrics of a running server: gathers its figures and serves them where the mount was told to.
+
+Concurrency: trio thread, but for what asks filesystems, and for what makes the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+import fpfs
+from fpfs.daemon.in_progress import files_in_progress
+
+if TYPE_CHECKING:
+    import socket
+
+    from fpfs.core.engine import Engine
+    from fpfs.core.statistics import EngineStatistics
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.exported import DeviceFigures, Figures
+    from fpfs.daemon.keeper import KeeperLink
+    from fpfs.daemon.launch import ServerConfig
+    from fpfs.daemon.namespace import Namespace
+    from fpfs.daemon.registry import DeviceRegistry, Member
+
+_log = logging.getLogger(__name__)
+
+
+class Scrape:
+    """What a scrape of one server is answered from; over before the parts are closed."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        registry: DeviceRegistry,
+        catalog: Catalog,
+        engine: Engine,
+        namespace: Namespace,
+        commit: Commit,
+        link: KeeperLink,
+        restarts: int,
+    ) -> None:
+        """Keep the parts; none of them is closed here."""
+        self._config = config
+        self._registry = registry
+        self._catalog = catalog
+        self._engine = engine
+        self._namespace = namespace
+        self._commit = commit
+        self._link = link
+        self._restarts = restarts
+
+    async def serve(self, listener: socket.socket | None, *, open_to_others: bool) -> None:
+        """Serve metrics until cancelled. What fails here is logged, and the mount goes on."""
+        # Imported late: mounts without metrics start sooner and need less memory.
+        from fpfs.core.addresses import parse_listen_address
+        from fpfs.daemon.metrics_server import MetricsServer
+
+        address = parse_listen_address(self._config.options.metrics, name="metrics")
+        server = MetricsServer(address=address, open_to_others=open_to_others, render=self.render)
+        try:
+            await server.serve(listener)
+        except Exception:  # noqa: BLE001 (programs that use the mount are not to feel it)
+            _log.exception("metrics are no longer served")
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """The text of a scrape, and its content type."""
+        from fpfs.daemon.exported import render
+
+        figures = await self.figures()
+        return await trio.to_thread.run_sync(lambda: render(figures, accept=accept))
+
+    async def figures(self) -> Figures:
+        """Figures of now."""
+        from fpfs.daemon.exported import Figures
+
+        # What may be closed before the filesystems have answered is asked first.
+        self._namespace.catch_up()
+        members = self._registry.members
+        statistics = self._engine.statistics()
+        in_progress = files_in_progress(
+            files=self._namespace.files, commit=self._commit, engine=self._engine
+        )
+        commit = self._commit.statistics()
+        waiting_s = self._commit.durability.oldest_s()
+        flushes = self._catalog.statistics().flushes
+        copies = sum(not copy.trouble for copy in self._catalog.copies())
+        ack_to_durable = self._commit.durability.ack_to_durable()
+        return Figures(
+            mountpoint=self._config.mountpoint,
+            version=fpfs.__version__,
+            filesystem_id=self._catalog.filesystem_id,
+            restarts=self._restarts,
+            started_unix_s=self._link.started_unix_s,
+            engine=statistics,
+            devices=await trio.to_thread.run_sync(_device_figures, members, statistics),
+            ack_to_durable=ack_to_durable,
+            files_written=sum(file.writers > 0 for file in in_progress),
+            bytes_pending=sum(file.bytes_pending for file in in_progress),
+            oldest_pending_s=max([waiting_s, *(file.age_s for file in in_progress)]),
+            versions_pending=commit.pending,
+            versions_committed=commit.committed,
+            transactions=commit.transactions,
+            versions_failed=len(commit.failures),
+            catalog_flushes=flushes,
+            catalog_copies=copies,
+        )
+
+
+def _device_figures(
+    members: Sequence[Member], statistics: EngineStatistics
+) -> Sequence[DeviceFigures]:
+    """Blocks: it asks the devices' filesystems."""
+    from fpfs.daemon.exported import DeviceFigures
+
+    found = []
+    for member in members:
+        free = total = 0
+        if not member.is_missing:
+            # That a filesystem fails is counted where it is used.
+            with contextlib.suppress(OSError):
+                filesystem = os.statvfs(member.path)
+                free = filesystem.f_bavail * filesystem.f_frsize
+                total = filesystem.f_blocks * filesystem.f_frsize
+        found.append(
+            DeviceFigures(
+                number=member.number,
+                path=member.path,
+                takes_chunks=not member.is_draining,
+                statistics=None if member.is_missing else statistics.devices.get(member.number),
+                bytes_free=free,
+                bytes_total=total,
+            )
+        )
+    return found
