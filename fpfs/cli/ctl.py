@@ -15,6 +15,7 @@ from rich.table import Table
 import fpfs
 from fpfs.cli import commit, devices, policy
 from fpfs.cli import scrub as scrubbing
+from fpfs.cli import trace as tracing
 from fpfs.cli import versions as former
 from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
@@ -41,6 +42,7 @@ SURPLUS = dict.fromkeys(
         "restore",
         "commit",
         "tune",
+        "trace",
     ),
     "there is one path",
 )
@@ -58,6 +60,7 @@ app.command(former.versions)
 app.command(former.restore)
 app.command(commit.app)
 app.command(devices.app)
+app.command(tracing.trace)
 
 
 @app.command

@@ -26,6 +26,7 @@ from fpfs.core.reports import (
     Status,
     VersionsShown,
 )
+from fpfs.core.trace import TraceBegun, TraceRead
 
 PROTOCOL_VERSION = 2
 
@@ -207,6 +208,34 @@ class TagDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="tag"):
     dropped: tuple[str, ...] = ()
 
 
+class BeginTrace(Question[TraceBegun], kw_only=True, frozen=True, tag="trace"):
+    """Trace the next save of a name in a directory; it need not exist yet."""
+
+    answer = TraceBegun
+    owners = True
+
+    directory: int
+    name: bytes
+
+
+class ReadTrace(Question[TraceRead], kw_only=True, frozen=True, tag="read trace"):
+    """Tell what happened since the last answer; waits a moment where nothing did."""
+
+    answer = TraceRead
+    owners = True
+
+    trace: int
+
+
+class EndTrace(Question[Flushed], kw_only=True, frozen=True, tag="end trace"):
+    """Trace no more."""
+
+    answer = Flushed
+    owners = True
+
+    trace: int
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -229,6 +258,9 @@ AnyQuestion: TypeAlias = (
     | RestoreVersion
     | CommitGroup
     | TagDevice
+    | BeginTrace
+    | ReadTrace
+    | EndTrace
     | WaitForEnd
 )
 """What a line to the server is decoded as."""

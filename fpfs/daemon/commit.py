@@ -606,6 +606,7 @@ class Commit:
             self._now_current(version, began_ns)
             await self._versions.follow(changed)
         else:
+            self.steps.add(StepKind.SET_ASIDE, entry.inode.ino, began_ns)
             await self._aside.settle(aside)
 
     def _version(self, entry: _Entry) -> Version:

@@ -36,6 +36,7 @@ from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.device_control import DeviceControl
 from fpfs.daemon.scrub import Scrub
+from fpfs.daemon.tracing import Tracing
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
@@ -88,6 +89,14 @@ class ControlledServer:
         self._link = link
         self._restarts = restarts
         self._recovery = RecoveryStatus()
+        self.tracing = Tracing(
+            catalog=catalog,
+            engine=engine,
+            namespace=namespace,
+            commit=commit,
+            device_paths=lambda: registry.paths,
+        )
+        """Run by the server, beside what serves."""
         self._handlers: Mapping[type[Question[Any]], Handler] = {
             AskStatus: self.status,
             WaitDurable: self.wait_durable,
@@ -102,6 +111,7 @@ class ControlledServer:
             RestoreVersion: self.restore,
             CommitGroup: self.commit_group,
             **DeviceControl(registry=registry).handlers,
+            **self.tracing.handlers,
         }
         self._scrub = Scrub(
             catalog=catalog,

@@ -33,6 +33,8 @@ class StepKind(enum.StrEnum):
     """All its chunks are written, and their objects flushed."""
     TRANSACTION = "transaction"
     """The catalog makes it current."""
+    SET_ASIDE = "set aside"
+    """The catalog stores it as what a killed writer left."""
     LOG_FLUSH = "log flush"
     """The catalog's log is flushed, which makes it durable."""
 
@@ -54,17 +56,21 @@ class CommitSteps:
         self._steps: deque[Step] = deque()
         self.lost = 0
         """Steps that were not taken in time, since `watch`."""
+        self.last: StepKind | None = None
+        """The last step since `watch`."""
 
     def watch(self, ino: int) -> None:
         """Keep the steps of an inode from now on; 0: of none."""
         self._ino = ino
         self._steps.clear()
         self.lost = 0
+        self.last = None
 
     def add(self, kind: StepKind, ino: int, began_ns: int) -> None:
         """Note a step that ends now."""
         if ino != self._ino:
             return
+        self.last = kind
         if len(self._steps) == STEPS_MAX:
             self.lost += 1
         else:
@@ -113,6 +119,10 @@ class Durability:
     def ack_to_durable(self) -> Durations:
         """Return how long versions took, from the acknowledgement of their oldest byte."""
         return self._ack_to_durable.read()
+
+    def is_waiting(self, ino: int) -> bool:
+        """Whether a version of an inode is current and not durable."""
+        return any(version.ino == ino for version in self._waiting)
 
     @property
     def waiting(self) -> int:

@@ -23,6 +23,8 @@ from fpfs.daemon.asides import ABANDONED
 from fpfs.daemon.requests import RESENT
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from fpfs.core.engine import Engine
     from fpfs.core.policy import Policy
     from fpfs.daemon.commit import Commit
@@ -77,8 +79,13 @@ class Files:
         self._numbers = itertools.count(handle_first)
         self._unanswered: dict[int, int] = {}
         """Handles of a server that died, by the numbers of the requests that asked for them."""
+        self._tell_writer: Callable[[Inode], Awaitable[None]] | None = None
         self.writers = 0
         """Writable handles of all inodes."""
+
+    def on_writer(self, tell: Callable[[Inode], Awaitable[None]]) -> None:
+        """Call `tell` of each file that is opened for writing, before anything is written."""
+        self._tell_writer = tell
 
     def written(self) -> set[Inode]:
         """Inodes with writable handles."""
@@ -105,6 +112,8 @@ class Files:
             handle = await self._open(inode, flags=flags, writable=writable, request=request)
         if writable and inode.unfinished:
             self._engine.begin(inode.ino)
+        if writable and self._tell_writer is not None:
+            await self._tell_writer(inode)
         if flags & os.O_TRUNC:
             # A writer from now on: a close of another while this waits for its turn queues nothing.
             await self._truncate_opened(handle, inode)

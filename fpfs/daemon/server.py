@@ -310,6 +310,7 @@ class Server:
         """Serve names and bytes until the connection ends, then drain."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
+            nursery.start_soon(self._controlled.tracing.run)
             nursery.start_soon(let_go)
             nursery.start_soon(self._relay_events, ending)
             if not self._catalog.ended_cleanly:
