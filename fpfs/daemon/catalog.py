@@ -42,7 +42,7 @@ from fpfs.daemon.catalog_schema import (
 from fpfs.daemon.catalog_worker import Request, RequestKind, Transaction, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 __all__ = ["Catalog", "CatalogStatistics", "DeviceRecord", "RootOwner", "Transaction"]
 
@@ -94,6 +94,8 @@ class Catalog:
         self._worker.start()
         self._written = 0
         self._durable = 0
+        self._touched: dict[int, int] = {}
+        self._touched_directories: dict[int, int] = {}
         self._operations = 0
         self._flushes = 0
         self._flush_lock = trio.Lock()
@@ -209,10 +211,21 @@ class Catalog:
         """
         return await self._submit(operation, apply, RequestKind.URGENT_WRITE)
 
+    @overload
     async def read_many(self, operation: Operation[Result]) -> Result:
+        """Without `apply`: the result is the operation's."""
+
+    @overload
+    async def read_many(
+        self, operation: Operation[Result], *, apply: Callable[[Result], Applied]
+    ) -> Applied:
+        """With `apply`: the result is what that returns."""
+
+    async def read_many(
+        self, operation: Operation[Any], *, apply: Callable[[Any], Any] | None = None
+    ) -> Any:
         """Run an operation like `read` that may touch many rows: always in the thread."""
-        result: Result = await self._submit(operation, None, RequestKind.READ, is_long=True)
-        return result
+        return await self._submit(operation, apply, RequestKind.READ, is_long=True)
 
     async def write_many(
         self, operation: Operation[Result], *, apply: Callable[[Result], Result] | None = None
@@ -247,6 +260,11 @@ class Catalog:
         if any(request.kind is not RequestKind.READ for request in batch):
             self._written += 1
             self._written_event.set()
+            for request in batch:
+                for ino, is_directory in request.touched.items():
+                    self._touched[ino] = self._written
+                    if is_directory:
+                        self._touched_directories[ino] = self._written
 
     @property
     def all_durable(self) -> bool:
@@ -264,6 +282,24 @@ class Catalog:
         That is by ``time.monotonic_ns()``.
         """
         self._flushed = tell
+
+    def is_settled(self, ino: int) -> bool:
+        """Whether an inode's committed content and its names, as they are, survive power loss.
+
+        Those of the directories above it are another question: see `unsettled_directories`.
+        """
+        return ino not in self._touched
+
+    @property
+    def unsettled_directories(self) -> Collection[int]:
+        """Directories whose names would not survive power loss as they are."""
+        return self._touched_directories.keys()
+
+    def _settle(self) -> None:
+        """Forget which inodes were touched before what is durable by now."""
+        for touched in (self._touched, self._touched_directories):
+            for ino in [ino for ino, written in touched.items() if written <= self._durable]:
+                del touched[ino]
 
     async def wait_written(self) -> None:
         """Return when there is something that is not durable yet."""
@@ -293,6 +329,7 @@ class Catalog:
             self._durable = covered
             if self._flushed is not None:
                 self._flushed(covered, began_ns)
+            self._settle()
 
     async def _flush_copies(self) -> None:
         """Flush the logs of all copies in service, side by side. OSError when none could be.

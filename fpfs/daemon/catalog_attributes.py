@@ -53,7 +53,7 @@ def fetch_inode(transaction: Transaction, ino: int) -> InodeRow:
 
 _COPIED_COLUMNS = (
     "mode, uid, gid, size, allocated_bytes, atime_ns, mtime_ns, ctime_ns, rdev, parent, target,"
-    " layout"
+    " layout, version"
 )
 
 

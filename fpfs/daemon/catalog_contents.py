@@ -124,13 +124,21 @@ def make_one_current(transaction: Transaction, version: Version) -> int:
 
 
 def store_snapshot(transaction: Transaction, version: Version) -> None:
-    """Store content, size and times of an inode, and the objects that nobody owns yet."""
+    """Store content, size, times and number of a version, and the objects that nobody owns yet."""
     ino, snapshot = version.ino, version.snapshot
     transaction.execute(
         "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ?,"
-        " unfinished = 0 WHERE ino = ?",
-        (snapshot.size, version.allocated_bytes, version.mtime_ns, version.ctime_ns, ino),
+        " unfinished = 0, version = ? WHERE ino = ?",
+        (
+            snapshot.size,
+            version.allocated_bytes,
+            version.mtime_ns,
+            version.ctime_ns,
+            transaction.take_number(),
+            ino,
+        ),
     )
+    transaction.touch(ino)
     if version.privileges_dropped:
         drop_privileges(transaction, ino)
     if snapshot.inline:

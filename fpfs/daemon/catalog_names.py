@@ -176,7 +176,7 @@ def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> i
     touch_directory(transaction, parent, new.now_ns, nlink_change=int(is_directory))
     ino = transaction.take_number()
     transaction.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
         (
             ino,
             new.mode,
@@ -198,6 +198,7 @@ def make(transaction: Transaction, parent: int, name: bytes, new: NewInode) -> i
     transaction.execute(
         "INSERT INTO names VALUES (?, ?, ?, ?, ?)", (ino, parent, name, ino, new.mode >> 12)
     )
+    transaction.touch(ino, is_directory=is_directory)
     return ino
 
 
@@ -225,6 +226,7 @@ def link(transaction: Transaction, ino: int, parent: int, name: bytes, *, now_ns
         "INSERT INTO names VALUES (?, ?, ?, ?, ?)",
         (transaction.take_number(), parent, name, ino, mode >> 12),
     )
+    transaction.touch(ino)
 
 
 def unlink(
@@ -387,6 +389,7 @@ def _place(
         (new_directory, new_name, moving.cookie),
     )
     transaction.execute("UPDATE inodes SET ctime_ns = ? WHERE ino = ?", (now_ns, moving.ino))
+    transaction.touch(moving.ino, is_directory=moving.is_directory)
     if moving.is_directory and crosses:
         _change_nlink(transaction, directory, -1)
         _change_nlink(transaction, new_directory, 1)

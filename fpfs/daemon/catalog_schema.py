@@ -1,8 +1,9 @@
 """The catalog's tables, its format version, and how a database file is made and opened.
 
 Invariants:
-  * `names.cookie`, `inodes.ino` and `removals.id` come from one counter that never repeats, so an
-    inode number is never reused and a directory offset never points to another entry's place.
+  * `names.cookie`, `inodes.ino`, `inodes.version` and `removals.id` come from one counter that
+    never repeats, so an inode number is never reused, a directory offset never points to another
+    entry's place, and of two versions, of whatever files, the later one has the larger number.
   * Rows that locate bytes (inline, segments, objects, shares, removals) carry a CRC-32 over what
     they say and whose it is, so that a damaged or misplaced row is found before it is followed.
   * The -wal file is written before an operation is answered; it is flushed by `Catalog` only.
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 5
 """1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared.
-3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by inode;
-devices have no state and no tags."""
+3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by inode,
+versions without numbers; devices have no state and no tags."""
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
@@ -78,12 +79,14 @@ TABLES = (
     # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
     # chunks of a regular file go, in MessagePack. `unfinished` is 1 from when a file is made under
     # a name that shows whole contents only until it is closed; `kept` of a former content.
+    # `version` is the number of the content that is current (0: none was committed since format 5).
     """CREATE TABLE inodes (
         ino INTEGER PRIMARY KEY, mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,
         nlink INTEGER NOT NULL, size INTEGER NOT NULL, allocated_bytes INTEGER NOT NULL,
         atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
         rdev INTEGER NOT NULL, parent INTEGER NOT NULL, target BLOB, layout BLOB,
-        unfinished INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0) STRICT""",
+        unfinished INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
+        version INTEGER NOT NULL DEFAULT 0) STRICT""",
     "CREATE INDEX orphans ON inodes (ino) WHERE nlink = 0",
     "CREATE INDEX unfinished ON inodes (ino) WHERE unfinished = 1",
     # The second index carries the cookie (a rowid) behind the parent: the order of readdir.
@@ -157,7 +160,12 @@ TABLES = (
 )
 
 
-ADDED_COLUMNS = (("inodes", "unfinished"), ("inodes", "kept"), ("devices", "state"))
+ADDED_COLUMNS = (
+    ("inodes", "unfinished"),
+    ("inodes", "kept"),
+    ("inodes", "version"),
+    ("devices", "state"),
+)
 """Columns that tables of earlier formats lack."""
 
 
@@ -289,7 +297,7 @@ def _fill_directory(
 ) -> None:
     now = time.time_ns()
     connection.execute(
-        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL, 0, 0)",
+        "INSERT INTO inodes VALUES (?, ?, ?, ?, 2, 0, 0, ?, ?, ?, 0, ?, NULL, NULL, 0, 0, 0)",
         (ino, stat.S_IFDIR | permissions, root.uid, root.gid, now, now, now, parent),
     )
 

@@ -212,6 +212,10 @@ def restore(
     if not stat.S_ISREG(mode):
         raise InvalidOperation(f"inode {present} is not a regular file")
     made = split_off(transaction, former, nlink=1)
+    transaction.execute(
+        "UPDATE inodes SET version = ? WHERE ino = ?", (transaction.take_number(), made)
+    )
+    transaction.touch(made)
     changed = keep(transaction, present, parent, name, count=count, now_ns=now_ns)
     transaction.execute("UPDATE names SET ino = ? WHERE cookie = ?", (made, cookie))
     (nlink,) = transaction.execute(

@@ -37,7 +37,7 @@ from fpfs.daemon.catalog_copies import FAILURES, Copies
 from fpfs.daemon.catalog_schema import LOG_BYTES_KEPT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Transaction:
         row = self.execute("SELECT value FROM filesystem WHERE name = 'next_number'").fetchone()
         self._next = int(row[0])
         self._limit = self._next
+        self._touched: dict[int, bool] = {}
 
     def move(self, connection: sqlite3.Connection) -> None:
         """Go on with another database of the same content."""
@@ -85,6 +86,20 @@ class Transaction:
             )
         self._next += 1
         return self._next - 1
+
+    def touch(self, ino: int, *, is_directory: bool = False) -> None:
+        """Note that an inode's content or names change: they are not durable until the next flush.
+
+        Said of what appears or moves, which is what somebody may look for after power loss.
+        """
+        self._touched[ino] = is_directory
+
+    def take_touched(self) -> Mapping[int, bool]:
+        """Return which inodes were touched since the last call, and whether each is a directory."""
+        touched = self._touched
+        if touched:
+            self._touched = {}
+        return touched
 
     @property
     def number_bound(self) -> int:
@@ -111,7 +126,7 @@ class RequestKind(enum.Enum):
 class Request:
     """One queued operation, what takes its result over, and the task that waits for it."""
 
-    __slots__ = ("apply", "kind", "operation", "outcome", "task")
+    __slots__ = ("apply", "kind", "operation", "outcome", "task", "touched")
 
     def __init__(
         self,
@@ -127,6 +142,7 @@ class Request:
         self.task = task
         self.kind = kind
         self.outcome: outcome.Outcome[Any] | None = None
+        self.touched: Mapping[int, bool] = {}
 
 
 class _Look:
@@ -335,6 +351,7 @@ class Worker:
                 continue
             execute("SAVEPOINT operation")
             request.outcome = outcome.capture(request.operation, self._transaction)
+            request.touched = self._transaction.take_touched()
             if isinstance(request.outcome, outcome.Error):
                 self._take_back(request)
             execute("RELEASE operation")

@@ -106,6 +106,7 @@ def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("DROP TABLE device_tags")
     connection.execute("ALTER TABLE devices DROP COLUMN state")
+    connection.execute("ALTER TABLE inodes DROP COLUMN version")
     connection.execute(f"PRAGMA user_version = {version}")
     if version == 4:
         path.with_name("catalog.sums").unlink()
