@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.table import Table
 
 import fpfs
@@ -17,15 +15,19 @@ from fpfs.cli import commit, devices, policy
 from fpfs.cli import scrub as scrubbing
 from fpfs.cli import trace as tracing
 from fpfs.cli import versions as former
+from fpfs.cli.asking import Flag, Json, print_json, waiting
+from fpfs.cli.listing import ls
 from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
+from fpfs.cli.stat import stat
 from fpfs.cli.tune import tune
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
-from fpfs.core.questions import AskStatus, FlushAll, RestartServer, WaitDurable
+from fpfs.core.questions import AskStatus, FlushAll, RestartServer
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Status
+from fpfs.core.reports import Flushed, Status
 from fpfs.core.units import format_size, parse_size_bytes
+from fpfs.core.whereabouts import wait_for
 
 STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
@@ -61,6 +63,8 @@ app.command(former.restore)
 app.command(commit.app)
 app.command(devices.app)
 app.command(tracing.trace)
+app.command(stat)
+app.command(ls)
 
 
 @app.command
@@ -68,15 +72,13 @@ def status(
     mountpoint: str,
     /,
     *,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Json = False,
     timeout: float = STATUS_TIMEOUT_S,
 ) -> int:
     """Show the figures of the mount at MOUNTPOINT.
 
     Parameters
     ----------
-    json
-        Print them as JSON; sizes in bytes.
     timeout
         Give up after so many seconds, with exit status 1.
     """
@@ -85,7 +87,7 @@ def status(
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         found = client.ask(AskStatus(), timeout_s=timeout)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found).decode(), indent=2) + "\n")
+        print_json(found)
     else:
         _show_status(found)
     return 0
@@ -153,8 +155,12 @@ def _show_status(found: Status) -> None:
 
 
 @app.command
-def wait(path: str, /, *, timeout: float | None = None) -> int:
-    """Wait until the file or directory at PATH is durable; an open file must be closed first.
+def wait(path: str, /, *, timeout: float | None = None, json: Json = False) -> int:
+    """Wait until PATH is durable: a file, or a directory with everything in it and below.
+
+    A file that is open for writing must be closed first. Of a directory that counts which is in it
+    when the command begins. Exit status: 0 all is durable, 1 not: it timed out, something could not
+    be kept (its previous version stays, and the line says why), or the mount ended.
 
     Parameters
     ----------
@@ -162,20 +168,29 @@ def wait(path: str, /, *, timeout: float | None = None) -> int:
         Give up after so many seconds, with exit status 1.
     """
     check_timeout(timeout)
-    asked = f"wait for {path}"
-    # Connected first: what a server that died left answers ENOTCONN to stat.
-    with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
-        try:
-            ino = os.stat(path).st_ino
-        except OSError as error:
-            raise Refused(
-                asked=asked, wrong=f"{error.strerror}", remedy="name a file on the mount"
-            ) from None
-        return show_failures(client.ask(WaitDurable(ino=ino), timeout_s=timeout))
+    with waiting(f"waiting until {path} is durable"):
+        flushed = wait_for(path, timeout_s=timeout)
+    return _show_flushed(flushed, json=json)
+
+
+def _show_flushed(flushed: Flushed, *, json: bool) -> int:
+    if json:
+        print_json(flushed)
+    return show_failures(flushed)
+
+
+class Restarted(msgspec.Struct, kw_only=True, frozen=True):
+    """One server was replaced by another."""
+
+    mountpoint: str
+    server_pid_before: int
+    server_pid: int
+    version_before: str
+    version: str
 
 
 @app.command
-def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
+def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S, json: Json = False) -> int:
     """Go on with the fpfs that is installed now, while programs use the mount at MOUNTPOINT.
 
     They wait for a moment, and see nothing. An installed fpfs that does not start, or cannot take
@@ -189,12 +204,24 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
     check_timeout(timeout)
     asked = f"restart of {mountpoint}"
     entry = find_fpfs(mountpoint, asked=asked)
-    with ControlClient(entry, asked=asked) as client:
-        before = client.ask(AskStatus(), timeout_s=timeout)
-        client.ask(RestartServer(), timeout_s=timeout)
-        client.wait_for_exit(timeout_s=timeout)
-    with ControlClient(entry, asked=asked) as client:
-        after = client.ask(AskStatus(), timeout_s=timeout)
+    with waiting(f"replacing the server of {mountpoint}"):
+        with ControlClient(entry, asked=asked) as client:
+            before = client.ask(AskStatus(), timeout_s=timeout)
+            client.ask(RestartServer(), timeout_s=timeout)
+            client.wait_for_exit(timeout_s=timeout)
+        with ControlClient(entry, asked=asked) as client:
+            after = client.ask(AskStatus(), timeout_s=timeout)
+    if json:
+        print_json(
+            Restarted(
+                mountpoint=before.mountpoint,
+                server_pid_before=before.server_pid,
+                server_pid=after.server_pid,
+                version_before=before.version,
+                version=after.version,
+            )
+        )
+        return 0
     sys.stdout.write(
         f"{before.mountpoint}: server {before.server_pid} (fpfs {before.version})"
         f" was replaced by {after.server_pid} (fpfs {after.version})\n"
@@ -203,10 +230,12 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S) -> int:
 
 
 @app.command
-def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
+def flush(mountpoint: str, /, *, timeout: float | None = None, json: Json = False) -> int:
     """Make everything on the mount at MOUNTPOINT durable, files that are open included.
 
     A checkpoint (*.pt, see whole=) that is being written is durable when it is closed, not before.
+    Exit status: 0 all is durable, 1 not: it timed out, something could not be kept (its previous
+    version stays, and the line says why), or the mount ended.
 
     Parameters
     ----------
@@ -215,8 +244,12 @@ def flush(mountpoint: str, /, *, timeout: float | None = None) -> int:
     """
     check_timeout(timeout)
     asked = f"flush of {mountpoint}"
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        return show_failures(client.ask(FlushAll(), timeout_s=timeout))
+    with (
+        ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client,
+        waiting(f"making everything on {mountpoint} durable"),
+    ):
+        flushed = client.ask(FlushAll(), timeout_s=timeout)
+    return _show_flushed(flushed, json=json)
 
 
 @app.command
@@ -225,7 +258,7 @@ def scrub(
     /,
     *,
     rate: str | None = None,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Json = False,
 ) -> int:
     """Read what is committed from the devices, compare it with its checksums, name what differs.
 
@@ -236,8 +269,6 @@ def scrub(
     ----------
     rate
         Bytes to read in a second at most, such as 500M (default: as fast as it goes).
-    json
-        Print the result as JSON; sizes in bytes.
     """
     bytes_per_s = None if rate is None else parse_size_bytes(rate, name="--rate")
     if bytes_per_s == 0:
@@ -250,15 +281,13 @@ def recovery(
     mountpoint: str,
     /,
     *,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Json = False,
     timeout: float = STATUS_TIMEOUT_S,
 ) -> int:
     """Show what the server of the mount at MOUNTPOINT found and did when it began.
 
     Parameters
     ----------
-    json
-        Print it as JSON.
     timeout
         Give up after so many seconds, with exit status 1.
     """
@@ -267,8 +296,7 @@ def recovery(
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         found = client.ask(AskStatus(), timeout_s=timeout)
     if json:
-        text = msgspec.json.encode(found.recovery).decode()
-        sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")
+        print_json(found.recovery)
     else:
         for line in describe_recovery(found):
             sys.stdout.write(line + "\n")
@@ -280,8 +308,8 @@ def check(
     mountpoint: str,
     /,
     *,
-    data: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    data: Flag = False,
+    json: Json = False,
 ) -> int:
     """Check the catalog of the mount at MOUNTPOINT against the objects on its devices.
 
@@ -292,8 +320,6 @@ def check(
     ----------
     data
         Read all contents, too, and compare them with their checksums (as scrub does).
-    json
-        Print the result as JSON; sizes in bytes.
     """
     # Imported late: other commands need neither the catalog nor the extension.
     from fpfs.cli import fsck as checking

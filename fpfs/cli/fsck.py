@@ -6,9 +6,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-import msgspec
 from rich.progress import TaskID
 
+from fpfs.cli.asking import print_json
 from fpfs.cli.show import byte_progress, ending_by_signal
 from fpfs.core.control import find_fpfs
 from fpfs.core.fsck import EXIT_NOT_CHECKED, CheckReport
@@ -46,8 +46,7 @@ def _run(tool: str, check: Callable[[Progressing], CheckReport], *, json: bool) 
         traceback.print_exc()
         return EXIT_NOT_CHECKED
     if json:
-        text = msgspec.json.encode(report).decode()
-        sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")
+        print_json(report)
     else:
         _show(report)
     return report.exit_status

@@ -12,6 +12,7 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.table import Table
 
+from fpfs.cli.asking import Flag, Json, print_json
 from fpfs.cli.policy_files import Difference, difference, read_settings, write_settings
 from fpfs.cli.show import open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
@@ -55,19 +56,10 @@ counts from the next version of a file on: what is committed stays where it is.
 
 app = App(name="policy", help=HELP)
 
-Json = Annotated[bool, Parameter(negative="", show_default=False)]
-Flag = Annotated[bool, Parameter(negative="", show_default=False)]
-
 
 @app.command(name="get")
 def show(directory: str, /, *, json: Json = False) -> int:
-    """Show what holds in DIRECTORY, and where it was set.
-
-    Parameters
-    ----------
-    json
-        Print it as JSON.
-    """
+    """Show what holds in DIRECTORY, and where it was set."""
     return _change(directory, PolicyChange(), asked=f"policy of {directory}", json=json)
 
 
@@ -81,8 +73,6 @@ def set_(directory: str, /, *settings: str, profile: str | None = None, json: Js
         What to set, each as KEY=VALUE (fpfs-ctl policy --help has the keys).
     profile
         Set all that a profile has first: throughput, safe, small-files, archive.
-    json
-        Print what holds then as JSON.
     """
     asked = f"policy set {directory}"
     values: dict[str, str] = {}
@@ -115,8 +105,6 @@ def unset(directory: str, /, *keys: str, json: Json = False) -> int:
     ----------
     keys
         Which settings of its own to drop.
-    json
-        Print what holds then as JSON.
     """
     asked = f"policy unset {directory}"
     if not keys:
@@ -132,7 +120,7 @@ def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> 
         ino = inode_of_directory(directory, asked=asked)
         shown = client.ask(ChangePolicy(ino=ino, change=change))
     if json:
-        _print_json(shown)
+        print_json(shown)
     else:
         _show_settings(shown.settings)
     return 0
@@ -146,22 +134,12 @@ def _show_settings(settings: Sequence[PolicySetting]) -> None:
     open_console().print(table)
 
 
-def _print_json(shown: msgspec.Struct) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
-
-
 @app.command(name="list")
 def list_(directory: str = ".", /, *, json: Json = False) -> int:
-    """List what was set for DIRECTORY and for those below it.
-
-    Parameters
-    ----------
-    json
-        Print it as JSON.
-    """
+    """List what was set for DIRECTORY and for those below it."""
     listed = _list(directory, asked=f"policies of {directory}")
     if json:
-        _print_json(listed)
+        print_json(listed)
         return 0
     if not listed.directories:
         sys.stdout.write("nothing is set: the mount's options and defaults hold\n")
@@ -184,11 +162,6 @@ def explain(path: str, /, *, json: Json = False) -> int:
     """Explain what holds for the file at PATH, which need not exist, and where it lies.
 
     Where it lies is told as of its last commit (fpfs-ctl wait PATH waits for that).
-
-    Parameters
-    ----------
-    json
-        Print it as JSON.
     """
     asked = f"policy of {path}"
     refuse_empty(path, what="path", asked=asked)
@@ -199,7 +172,7 @@ def explain(path: str, /, *, json: Json = False) -> int:
         ino = inode_of_directory(directory or ".", asked=asked)
         found = client.ask(ExplainPolicy(directory=ino, name=os.fsencode(name)))
     if json:
-        _print_json(found)
+        print_json(found)
         return 0
     _show_settings(found.settings)
     for line in _explain(found):
@@ -232,13 +205,7 @@ def _explain(found: PolicyExplained) -> list[str]:
 
 @app.command
 def profiles(*, json: Json = False) -> int:
-    """List the profiles, which are settings that go together.
-
-    Parameters
-    ----------
-    json
-        Print them as JSON.
-    """
+    """List the profiles, which are settings that go together."""
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(PROFILES), indent=2).decode())
         sys.stdout.write("\n")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from rich.console import Console
 
+from fpfs.cli.asking import print_json
 from fpfs.cli.show import byte_progress
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.engine import BLOCK_BYTES
@@ -58,8 +59,7 @@ def scrub(path: str, *, bytes_per_s: int | None, json: bool) -> int:
     finally:
         steps.close()
     if json:
-        text = msgspec.json.encode(report).decode()
-        sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")
+        print_json(report)
     else:
         _show_sum(report)
     return 1 if report.damage else 0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Annotated
 
-import msgspec
-from cyclopts import Parameter
 from rich.table import Table
 
+from fpfs.cli.asking import Json, print_json
 from fpfs.cli.show import open_console
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
@@ -19,23 +17,16 @@ from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.reports import VersionsShown
 from fpfs.core.units import format_size
 
-Json = Annotated[bool, Parameter(negative="", show_default=False)]
-
 
 def versions(path: str, /, *, json: Json = False) -> int:
     """List the former contents of the file at PATH that are kept, the oldest first.
 
     A policy says how many are (fpfs-ctl policy set DIRECTORY versions=N). Each can be read where
     the table says, below the mountpoint, and put back with fpfs-ctl restore.
-
-    Parameters
-    ----------
-    json
-        Print them as JSON; sizes in bytes, times in seconds since 1970.
     """
     shown = _ask(path, asked=f"versions of {path}")
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
+        print_json(shown)
         return 0
     if not shown.versions:
         sys.stdout.write(
@@ -55,11 +46,12 @@ def versions(path: str, /, *, json: Json = False) -> int:
     return 0
 
 
-def restore(version: str, /) -> int:
+def restore(version: str, /, *, json: Json = False) -> int:
     """Put a former content back: VERSION is PATH@NUMBER, as fpfs-ctl versions shows it.
 
     It takes the place of the present content, which becomes a former one, and is durable when the
-    command returns. Nothing is copied. Who has the file open goes on with what he has.
+    command returns. Nothing is copied. Who has the file open goes on with what he has. --json
+    prints the former contents that there are then.
     """
     path, sign, number = version.rpartition("@")
     asked = f"restore {version}"
@@ -71,6 +63,9 @@ def restore(version: str, /) -> int:
             remedy="write PATH@NUMBER, as fpfs-ctl versions PATH shows it",
         )
     shown = _ask(path, asked=asked, restored=int(number))
+    if json:
+        print_json(shown)
+        return 0
     last = shown.versions[-1].number if shown.versions else 0
     name = os.path.basename(path)
     rest = f"; what it held is {name}@{last}" if last else ""

@@ -10,6 +10,7 @@ Concurrency: a `ControlClient` belongs to one thread; its calls block.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import math
 import os
@@ -94,8 +95,11 @@ def _read_outcome(path: str, *, owner_uid: int) -> Flushed | None:
 
 
 def reply_at_end(question: Question[Any], final: Flushed) -> Reply:
-    """What the end left; who waits for one file is not told of others."""
-    if isinstance(question, WaitDurable):
+    """What the end left; who waits for one file is not told of others.
+
+    Which files were below a directory nobody can tell any more: who waited for one is told of all.
+    """
+    if isinstance(question, WaitDurable) and not question.below:
         for failure in final.failures:
             if failure.ino in (0, question.ino):
                 return Reply(error=failure.message)
@@ -185,6 +189,10 @@ def _is_missing(path: str) -> bool:
 
 
 Result = TypeVar("Result")
+
+
+class TimedOut(Refused, TimeoutError):
+    """There was no answer in time."""
 
 
 class ServerEnded(Refused):
@@ -316,7 +324,7 @@ class ControlClient:
         try:
             line = self._lines.readline(LINE_BYTES_MAX)
         except TimeoutError:
-            raise Refused(
+            raise TimedOut(
                 asked=self._asked,
                 wrong=f"no answer within {timeout_s:g} s",
                 remedy="wait longer with --timeout, or see fpfs-ctl status",
@@ -377,19 +385,58 @@ class ControlClient:
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a socket. `pid` is 0 for a process of another pid namespace."""
+    """Who is at the other end of a socket. `pid` is 0 for a process of another pid namespace.
+
+    `gids` are its group and its supplementary groups, as they were when it connected.
+    """
 
     pid: int
     uid: int
+    gids: frozenset[int]
+
+
+_SO_PEERGROUPS = 59
+"""From asm-generic/socket.h; Python does not name it."""
+
+_OPTION_BYTES_MAX = 1024
+"""The longest answer that Python's getsockopt(2) takes."""
+
+_GROUPS_MAX = 65_536
+"""Supplementary groups that a process can have (the kernel's NGROUPS_MAX)."""
 
 
 def peer(connection: socket.socket) -> Peer:
     """The process at the other end of a Unix socket, as the kernel knows it."""
     credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII")
     )
-    pid, uid, _gid = struct.unpack("3i", credentials)
-    return Peer(pid, uid)
+    pid, uid, gid = struct.unpack("iII", credentials)
+    return Peer(pid, uid, frozenset((gid, *_peer_groups(connection))))
+
+
+def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
+    """The supplementary groups of the process at the other end."""
+    try:
+        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _OPTION_BYTES_MAX)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        return _many_peer_groups(connection)
+    return struct.unpack(f"{len(groups) // 4}I", groups)
+
+
+def _many_peer_groups(connection: socket.socket) -> tuple[int, ...]:
+    """The same for a process with more groups than Python can ask for."""
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    groups = (ctypes.c_uint32 * _GROUPS_MAX)()
+    size = ctypes.c_uint32(ctypes.sizeof(groups))
+    place = (connection.fileno(), socket.SOL_SOCKET, _SO_PEERGROUPS)
+    if library.getsockopt(*place, groups, ctypes.byref(size)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return tuple(groups[: size.value // 4])
 
 
 def _open_process(pid: int) -> int:

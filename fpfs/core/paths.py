@@ -17,6 +17,11 @@ def show_text(text: str) -> str:
     return "".join(c if c.isprintable() else _escape(ord(c)) for c in text)
 
 
+def encodable(path: str) -> str:
+    """A path as text that can be written as UTF-8: bytes that are none become escapes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 

@@ -10,17 +10,19 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from fpfs.core.reports import (
     DeviceTags,
+    FilesShown,
     Flushed,
     PoliciesListed,
     PolicyExplained,
     PolicyShown,
     Renewing,
+    RunsShown,
     Scrubbed,
     ScrubCursor,
     Status,
@@ -29,6 +31,12 @@ from fpfs.core.reports import (
 from fpfs.core.trace import TraceBegun, TraceRead
 
 PROTOCOL_VERSION = 2
+
+INODES_MAX = 1000
+"""Inodes that one question may be about."""
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""What counts or names something: as large as SQLite's integers."""
 
 Answer = TypeVar("Answer")
 
@@ -48,6 +56,9 @@ class Question(msgspec.Struct, Generic[Answer], kw_only=True, frozen=True, tag_f
 
     ended_well: ClassVar[bool] = False
     """Whether it has come true when a mount has ended in good order, but for what that left."""
+
+    given_up: ClassVar[bool] = False
+    """Whether it may be given up in its middle when who asked has gone: it may wait long."""
 
     version: int = PROTOCOL_VERSION
 
@@ -71,13 +82,37 @@ class AskStatus(Question[Status], kw_only=True, frozen=True, tag="status"):
 
 
 class WaitDurable(Question[Flushed], kw_only=True, frozen=True, tag="wait"):
-    """Wait until an inode is durable."""
+    """Wait until an inode is durable, or a directory with everything `below` it.
+
+    What is made there after the question is not waited for.
+    """
 
     answer = Flushed
     asked_again = True
     ended_well = True
+    given_up = True
 
-    ino: int
+    ino: Number
+    below: bool = False
+
+
+class DescribeFiles(Question[FilesShown], kw_only=True, frozen=True, tag="describe"):
+    """Tell what is known of inodes, at most `INODES_MAX`."""
+
+    answer = FilesShown
+    asked_again = True
+
+    inos: Annotated[tuple[Number, ...], msgspec.Meta(max_length=INODES_MAX)]
+
+
+class ListRuns(Question[RunsShown], kw_only=True, frozen=True, tag="runs"):
+    """Tell where a file lies, from a segment (64 MiB each) on."""
+
+    answer = RunsShown
+    asked_again = True
+
+    ino: Number
+    segment: Number = 0
 
 
 class FlushAll(Question[Flushed], kw_only=True, frozen=True, tag="flush"):
@@ -102,7 +137,7 @@ class ScrubStep(msgspec.Struct, kw_only=True, frozen=True):
     """What to look at next: from a cursor on, reading at most `bytes_max` from the devices."""
 
     cursor: ScrubCursor = ScrubCursor()
-    bytes_max: int = 0
+    bytes_max: Number = 0
 
 
 class ScrubNext(Question[Scrubbed], kw_only=True, frozen=True, tag="scrub"):
@@ -112,7 +147,7 @@ class ScrubNext(Question[Scrubbed], kw_only=True, frozen=True, tag="scrub"):
     owners = True
     asked_again = True
 
-    ino: int = 0
+    ino: Number = 0
     step: ScrubStep = ScrubStep()
 
 
@@ -130,7 +165,7 @@ class ChangePolicy(Question[PolicyShown], kw_only=True, frozen=True, tag="policy
     owners = True
     asked_again = True
 
-    ino: int
+    ino: Number
     change: PolicyChange = PolicyChange()
 
 
@@ -172,7 +207,7 @@ class ListVersions(Question[VersionsShown], kw_only=True, frozen=True, tag="vers
     owners = True
     asked_again = True
 
-    directory: int
+    directory: Number
     name: bytes
 
 
@@ -182,9 +217,9 @@ class RestoreVersion(Question[VersionsShown], kw_only=True, frozen=True, tag="re
     answer = VersionsShown
     owners = True
 
-    directory: int
+    directory: Number
     name: bytes
-    number: int
+    number: Number
 
 
 class CommitGroup(Question[Flushed], kw_only=True, frozen=True, tag="commit"):
@@ -193,7 +228,7 @@ class CommitGroup(Question[Flushed], kw_only=True, frozen=True, tag="commit"):
     answer = Flushed
     owners = True
 
-    ino: int
+    ino: Number
 
 
 class TagDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="tag"):
@@ -242,11 +277,14 @@ class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     answer = Flushed
     asked_again = True
     ended_well = True
+    given_up = True
 
 
 AnyQuestion: TypeAlias = (
     AskStatus
     | WaitDurable
+    | DescribeFiles
+    | ListRuns
     | FlushAll
     | RestartServer
     | ScrubNext

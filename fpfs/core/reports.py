@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -30,6 +31,101 @@ class Renewing(msgspec.Struct, kw_only=True, frozen=True):
     """The server makes room for a program of this version."""
 
     version: str
+
+
+class FileState(enum.StrEnum):
+    """How far what was written to a file has come."""
+
+    WRITING = "writing"
+    """Somebody has it open for writing."""
+    WAITING = "waiting"
+    """It was closed, renamed or made, and is on its way: power loss may still take that back."""
+    DURABLE = "durable"
+    NOT_KEPT = "not kept"
+    """The last version could not be kept on any device; the one before stays."""
+
+
+class FileStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of a file, or of whatever else has an inode.
+
+    `version` is the number of the content that was committed last: of two versions, of whatever
+    files of the filesystem, the later one has the larger number. 0: nothing was committed since
+    format 5 of the catalog. The sizes are bytes: `size_acknowledged` is what stat(2) shows,
+    `size_committed` what `version` has, and `size_durable` how much of what reads see now would be
+    there, as it is, after power loss. `writers` are handles that are open for writing.
+
+    Only of regular files: where new chunks go (`chunk_bytes`, and `devices` in turn, whose number
+    is the `width`); whether the content is `inline`, in the catalog, and not on devices; how many
+    `former_versions` of its names are kept.
+    """
+
+    ino: int
+    is_regular: bool
+    state: FileState
+    durable: bool
+    """Whether what reads see now, content and names, survives power loss."""
+    version: int = 0
+    size_acknowledged: int = 0
+    size_committed: int = 0
+    size_durable: int = 0
+    writers: int = 0
+    failure: str = ""
+    """Why the last version could not be kept."""
+    chunk_bytes: int = 0
+    width: int = 0
+    devices: tuple[int, ...] = ()
+    inline: bool = False
+    former_versions: int = 0
+
+
+class FilesShown(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of inodes: of those that there are, and that who asks may see."""
+
+    files: tuple[FileStatus, ...]
+
+
+class FileRun(msgspec.Struct, kw_only=True, frozen=True):
+    """Bytes of a committed content that lie behind each other in one object of a device.
+
+    `offset_bytes` is counted in the file, `object_offset_bytes` in the object; both, and
+    `size_bytes`, are whole blocks of 64 KiB. Preallocated blocks are not `written`: they read as
+    zeros. Blocks have a checksum each, or were written without (`checksums`).
+    """
+
+    offset_bytes: int
+    size_bytes: int
+    device: int
+    object: str
+    object_offset_bytes: int
+    written: bool = True
+    checksums: bool = True
+
+
+def join_runs(runs: list[FileRun], others: Iterable[FileRun]) -> None:
+    """Put runs behind others; what goes on in the same object becomes one with what was before."""
+    for run in others:
+        last = runs[-1] if runs else None
+        if last is not None and run == msgspec.structs.replace(
+            last,
+            offset_bytes=last.offset_bytes + last.size_bytes,
+            object_offset_bytes=last.object_offset_bytes + last.size_bytes,
+            size_bytes=run.size_bytes,
+        ):
+            runs[-1] = msgspec.structs.replace(last, size_bytes=last.size_bytes + run.size_bytes)
+        else:
+            runs.append(run)
+
+
+class RunsShown(msgspec.Struct, kw_only=True, frozen=True):
+    """Where some of a file lies. `next_segment` says where to go on; without one it is over.
+
+    `version` is the content that this is of: one that differs from page to page was replaced
+    meanwhile.
+    """
+
+    version: int
+    runs: tuple[FileRun, ...]
+    next_segment: int | None = None
 
 
 class PolicySetting(msgspec.Struct, kw_only=True, frozen=True):
@@ -118,13 +214,17 @@ class ScrubStage(enum.StrEnum):
     SEGMENTS = "segments"
 
 
+Place: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number that a client sends back: as large as SQLite's integers."""
+
+
 class ScrubCursor(msgspec.Struct, kw_only=True, frozen=True):
     """Where a scrub goes on: a block of a layout segment of an inode."""
 
     stage: ScrubStage = ScrubStage.INLINE
-    ino: int = 0
-    segment: int = 0
-    block: int = 0
+    ino: Place = 0
+    segment: Place = 0
+    block: Place = 0
 
 
 class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):

@@ -29,11 +29,13 @@ that flushes the catalog, and one that commits what stays open.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,6 +44,7 @@ import trio
 from fpfs.daemon.asides import Asides
 from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_names, list_orphans
+from fpfs.daemon.catalog_facts import list_below
 from fpfs.daemon.catalog_group_contents import make_one_current
 from fpfs.daemon.catalog_held import list_held
 from fpfs.daemon.durability import CommitSteps, Durability, StepKind
@@ -393,12 +396,41 @@ class Commit:
 
         Raises the OSError of a version that could not be kept, after another try.
         """
+        await self._wait_current(ino)
+        await self._catalog.make_durable()
+
+    async def wait_durable_below(self, directory: int) -> tuple[CommitFailure, ...]:
+        """Wait as `wait_durable` for a directory and what is in it and below by now.
+
+        Returns what could not be kept, after another try.
+        """
+        changing = [
+            inode.ino
+            for inode in self._inodes
+            if inode.is_regular
+            and (inode.writers or inode.pending or self._inodes.refresh(inode) or inode.unfinished)
+        ]
+        inside = await self._catalog.read_many(
+            partial(list_below, directory=directory, inos=changing)
+        )
+        for ino in sorted(inside):
+            with contextlib.suppress(OSError):  # it is among the failures
+                await self._wait_current(ino)
+        await self._catalog.make_durable()
+        return tuple(failure for failure in self._failures.values() if failure.ino in inside)
+
+    async def _wait_current(self, ino: int) -> None:
+        """Return when an inode has no writer and its content is current."""
         inode = self._inodes.cached(ino)
         while inode is not None and inode.writers:
             await self._changed.park()
         if inode is not None:
             await self.make_current(inode)
-        await self._catalog.make_durable()
+
+    def failure_of(self, ino: int) -> str:
+        """Why the last version of an inode could not be kept; empty where it was."""
+        failure = self._failures.get(ino)
+        return failure.message if failure else ""
 
     def released(self) -> None:
         """Wake those who wait for writers: a handle was released."""

@@ -15,14 +15,17 @@ import msgspec
 import trio
 
 import fpfs
+from fpfs.core.errors import NotPermitted
 from fpfs.core.questions import (
     ApplyPolicies,
     AskStatus,
     ChangePolicy,
     CommitGroup,
+    DescribeFiles,
     ExplainPolicy,
     FlushAll,
     ListPolicies,
+    ListRuns,
     ListVersions,
     Question,
     RestartServer,
@@ -30,18 +33,34 @@ from fpfs.core.questions import (
     ScrubNext,
     WaitDurable,
 )
-from fpfs.core.reports import Failure, Flushed, RecoveryStatus, Renewing, Scrubbed, Status
+from fpfs.core.reports import (
+    Failure,
+    FilesShown,
+    Flushed,
+    RecoveryStatus,
+    Renewing,
+    Scrubbed,
+    Status,
+)
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.device_control import DeviceControl
+from fpfs.daemon.pacing import Paced
 from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.tracing import Tracing
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
-    from fpfs.core.reports import PoliciesListed, PolicyExplained, PolicyShown, VersionsShown
+    from fpfs.core.reports import (
+        PoliciesListed,
+        PolicyExplained,
+        PolicyShown,
+        RunsShown,
+        VersionsShown,
+    )
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_facts import Asker
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import Handler
     from fpfs.daemon.groups import Groups
@@ -97,9 +116,13 @@ class ControlledServer:
             device_paths=lambda: registry.paths,
         )
         """Run by the server, beside what serves."""
+        self._paced_status = Paced(self._status)
+        self._looking = trio.CapacityLimiter(1)
         self._handlers: Mapping[type[Question[Any]], Handler] = {
             AskStatus: self.status,
             WaitDurable: self.wait_durable,
+            DescribeFiles: self.describe_files,
+            ListRuns: self.list_runs,
             FlushAll: self.flush,
             RestartServer: self.prepare_renewal,
             ScrubNext: self.scrub,
@@ -135,10 +158,18 @@ class ControlledServer:
 
     async def status(self, _question: AskStatus) -> Status:
         """Figures of now, for the control protocol."""
+        return await self._paced_status.ask()
+
+    async def _status(self) -> Status:
         self._namespace.catch_up()
         statistics = self._engine.statistics()
+        # With a limiter of its own: it must not take threads that flushes need.
         devices = await trio.to_thread.run_sync(
-            metrics.device_statuses, self._registry.members, statistics, self._catalog.copies()
+            metrics.device_statuses,
+            self._registry.members,
+            statistics,
+            self._catalog.copies(),
+            limiter=self._looking,
         )
         return Status(
             version=fpfs.__version__,
@@ -192,8 +223,40 @@ class ControlledServer:
     async def wait_durable(self, question: WaitDurable) -> Flushed:
         """Return when an inode's content and names are durable. OSError when they cannot be."""
         await self._namespace.catch_up_with_kernel()
+        if question.below:
+            failed = await self._commit.wait_durable_below(question.ino)
+            return Flushed(failures=metrics.failures(failed))
         await self._commit.wait_durable(question.ino)
         return Flushed()
+
+    async def describe_files(self, question: DescribeFiles) -> FilesShown:
+        """Return what is known of inodes."""
+        return await self._describe(question)
+
+    async def _describe(
+        self, question: DescribeFiles, *, seen_by: Asker | None = None
+    ) -> FilesShown:
+        await self._namespace.catch_up_with_kernel()
+        return FilesShown(
+            files=await self._namespace.statuses.describe(question.inos, seen_by=seen_by)
+        )
+
+    async def list_runs(self, question: ListRuns) -> RunsShown:
+        """Return where some of a file lies."""
+        return await self._namespace.statuses.list_runs(question.ino, segment=question.segment)
+
+    async def answer_other(self, question: Question[Any], asker: Asker) -> msgspec.Struct:
+        """Answer somebody who is neither root nor the mount's owner: what the mount shows him."""
+        match question:
+            case DescribeFiles():
+                return await self._describe(question, seen_by=asker)
+            case WaitDurable() | ListRuns():
+                if not await self._namespace.statuses.describe([question.ino], seen_by=asker):
+                    raise NotPermitted("it is not in a directory that you may read and search")
+        answer = await self._handlers[type(question)](question)
+        if isinstance(answer, Status):
+            return metrics.without_names(answer)
+        return answer
 
     async def flush(self, _question: FlushAll) -> Flushed:
         """Return when everything is durable but for the failures in the answer."""

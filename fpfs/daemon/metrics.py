@@ -16,6 +16,7 @@ from fpfs.core.reports import (
     Failure,
     PartialStatus,
     StagingStatus,
+    Status,
     UncommittedStatus,
 )
 from fpfs.core.statistics import DeviceStatistics, EngineStatistics
@@ -184,4 +185,14 @@ def failures(found: Sequence[CommitFailure]) -> tuple[Failure, ...]:
     """Failed commits as the control protocol tells them."""
     return tuple(
         Failure(ino=failure.ino, errno=failure.errno, message=failure.message) for failure in found
+    )
+
+
+def without_names(status: Status) -> Status:
+    """A status for those who may not see every file: without what names files."""
+    return msgspec.structs.replace(
+        status,
+        partials=(),
+        uncommitted=(),
+        commit=msgspec.structs.replace(status.commit, failures=()),
     )

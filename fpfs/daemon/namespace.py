@@ -1,7 +1,7 @@
 """The namespace: what the filesystem's names and attributes mean, for a front end to serve.
 
 This module has lookup, attributes and space; the parts of a `Namespace` have the rest: `entries`
-(make, link, remove, rename), `files` (open files), `directories` (listing), `xattrs`.
+(make, link, remove, rename), `files` (open files), `directories` (listing), `xattrs`, `statuses`.
 
 The front end is the kernel, with default_permissions: it has checked permission bits, ownership
 rules of chmod, chown and utimens, sticky directories, loops and mount boundaries, applied the umask
@@ -35,6 +35,7 @@ from fpfs.daemon.catalog_attributes import (
 )
 from fpfs.daemon.catalog_names import list_names, look_up
 from fpfs.daemon.catalog_versions import is_view, look_up_in_view
+from fpfs.daemon.file_status import FileStatuses
 from fpfs.daemon.inodes import NAMES_LISTED_MAX
 from fpfs.daemon.namespace_directories import Directories
 from fpfs.daemon.namespace_entries import Entries
@@ -115,7 +116,10 @@ class Namespace:
             commit=commit,
             handle_first=handle_first,
         )
-        self.xattrs = ExtendedAttributes(catalog=catalog, inodes=inodes, requests=requests)
+        self.statuses = FileStatuses(catalog=catalog, engine=engine, inodes=inodes, commit=commit)
+        self.xattrs = ExtendedAttributes(
+            catalog=catalog, inodes=inodes, requests=requests, statuses=self.statuses
+        )
 
     def catch_up(self) -> None:
         """Follow what the engine has answered by itself; comes before whatever happened later."""
