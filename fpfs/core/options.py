@@ -71,7 +71,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to mount. `kernel` holds options handed on to mount(2), such as ``nosuid`` or ``ro``.
 
     `allow_other` is None where nobody chose: then root's mounts are open to other users and the
-    mounts of users are not.
+    mounts of users are not. Members of `control_group` may ask the server what its owner may.
     """
 
     ack: Acknowledge = Acknowledge.EARLY
@@ -84,6 +84,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     whole: tuple[str, ...] = WHOLE_DEFAULT
     checksums: Checksums = Checksums.ON
     allow_other: bool | None = None
+    control_group: str = ""
     adopt: bool = False
     degraded: bool = False
     source: str = ""
@@ -122,6 +123,7 @@ _EXAMPLES = {
     "idle": "deep",
     "whole": "*.pt:*.safetensors",
     "checksums": "off",
+    "control_group": "ml-ops",
     "device": "/nvme0/fpfs",
     "log": "/var/log/fpfs.log",
     "metrics": "127.0.0.1:9464",
@@ -183,7 +185,7 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
             return name, () if value == "none" else tuple(filter(None, value.split(":")))
         case "checksums":
             return name, _choice(Checksums, name, value)
-        case "log":
+        case "log" | "control_group":
             return name, value
         case "metrics":
             parse_listen_address(value, name=name)

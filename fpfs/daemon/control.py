@@ -1,8 +1,11 @@
 """The server's end of the control protocol: requests of ``fpfs-ctl`` and ``fpfs umount``.
 
 Invariants:
-  * Only root, the server's user and, on a mount that is open to others, others are answered; what
-    is the `owners`' question only for the first two.
+  * Root, the server's user and the members of the control group, if there is one, may ask
+    everything. Others are answered on a mount that is open to them, and told what that lets them
+    see; what is the `owners`' question is not for them. Who asks is what the kernel says he is.
+  * What clients take up is bounded (`control_limits`). One that breaks a rule is told so in one
+    line and let go.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
     newest belongs to the mount that has the number now.
   * A request that fails, whatever the reason, ends neither the mount nor the server.
@@ -18,15 +21,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import msgspec
+import outcome
 import trio
 
-from fpfs.core.control import LINE_BYTES_MAX, Reply, outcome_path, peer, reply_at_end
+from fpfs.core.control import LINE_BYTES_MAX, Peer, Reply, outcome_path, peer, reply_at_end
 from fpfs.core.questions import (
     PROTOCOL_VERSION,
     AnyQuestion,
@@ -36,10 +42,25 @@ from fpfs.core.questions import (
 )
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import Flushed, Renewing
+from fpfs.daemon.catalog_facts import Asker
+from fpfs.daemon.control_limits import (
+    IDLE_S,
+    Connections,
+    Lines,
+    Refusing,
+    send_in_time,
+    wait_gone,
+)
 
 _log = logging.getLogger(__name__)
-_REQUEST_BYTES_MAX = 64 * 1024
-assert _REQUEST_BYTES_MAX <= LINE_BYTES_MAX
+
+Result = TypeVar("Result")
+
+ACCEPT_AGAIN_S = 0.1
+"""How soon the next client is looked for where the process has no descriptor left for one."""
+
+BACKLOG = 128
+"""Clients that wait for the server to look for the next one."""
 
 _QUESTIONS = msgspec.json.Decoder(AnyQuestion)
 _VERSION = msgspec.json.Decoder(AnyVersion)
@@ -55,15 +76,42 @@ class Controlled(Protocol):
     def handlers(self) -> Mapping[type[Question[Any]], Handler]:
         """Who answers each question, but `WaitForEnd`."""
 
+    async def answer_other(self, question: Question[Any], asker: Asker) -> msgspec.Struct:
+        """Answer somebody who may see no more than the mount shows him. OSError as a handler."""
+
     def renew(self) -> NoReturn:
         """Make room for the next server."""
+
+
+class Access(NamedTuple):
+    """Who may ask: others on a mount that is open to them, and members of `group` as its owner."""
+
+    open_to_others: bool = False
+    group: int | None = None
+
+    @property
+    def mode(self) -> int:
+        """Permission bits of the socket."""
+        if self.open_to_others:
+            return 0o666
+        return 0o600 if self.group is None else 0o660
+
+    def give(self, path: str | Path, mode: int) -> None:
+        """Set permission bits and group of what clients are to reach."""
+        if self.group is not None:
+            os.chown(path, -1, self.group)
+        os.chmod(path, mode)
+
+    def is_owner(self, who: Peer) -> bool:
+        """Whether somebody may ask everything."""
+        return who.uid in (0, os.geteuid()) or self.group in who.gids
 
 
 class ControlServer:
     """Listens on the socket of one mount."""
 
     def __init__(
-        self, *, path: str, controlled: Controlled, open_to_others: bool, takes_over: bool
+        self, *, path: str, controlled: Controlled, access: Access, takes_over: bool
     ) -> None:
         """Listen at `path` in `serve`, where `takes_over` says whether another server did before.
 
@@ -72,7 +120,8 @@ class ControlServer:
         self._path = path
         self._takes_over = takes_over
         self._controlled = controlled
-        self._open_to_others = open_to_others
+        self._access = access
+        self._connections = Connections()
         self._requests: set[trio.CancelScope] = set()
         self._refusing = False
         self._requests_ended = trio.Event()
@@ -90,10 +139,10 @@ class ControlServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(made)
         await self._socket.bind(made)
-        os.chmod(made, 0o666 if self._open_to_others else 0o600)
+        self._access.give(made, self._access.mode)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(outcome_path(self._path))  # of a mount that had the same numbers
-        self._socket.listen(64)
+        self._socket.listen(BACKLOG)
         if self._takes_over:
             with contextlib.suppress(FileNotFoundError):  # it died before it came so far
                 born_ns = os.stat(self._path).st_mtime_ns
@@ -103,11 +152,21 @@ class ControlServer:
             async with trio.open_nursery() as nursery:
                 task_status.started()
                 while True:
-                    connection, _ = await self._socket.accept()
+                    connection = await self._accept()
                     nursery.start_soon(self._converse, connection)
         finally:
             os.unlink(self._path)
             self._socket.close()
+
+    async def _accept(self) -> trio.socket.SocketType:
+        while True:
+            try:
+                connection, _ = await self._socket.accept()
+            except OSError as error:  # no descriptor or no memory is left, or the client has gone
+                _log.warning("a control client cannot be served now: %s", error.strerror)
+                await trio.sleep(ACCEPT_AGAIN_S)
+            else:
+                return connection
 
     async def end_requests(self) -> None:
         """Refuse requests from now on; returns when none of those before is under way any more."""
@@ -123,7 +182,7 @@ class ControlServer:
         made = path.with_name(f"{path.name}.new")
         try:
             made.write_bytes(msgspec.json.encode(final))
-            made.chmod(0o644 if self._open_to_others else 0o600)
+            self._access.give(made, self._access.mode & 0o644)
             made.rename(path)
         except OSError as error:
             # Who waits for a server that lives to its end is told all the same.
@@ -138,40 +197,30 @@ class ControlServer:
 
     async def _converse(self, connection: trio.socket.SocketType) -> None:
         stream = trio.SocketStream(connection)
-        uid = peer(connection).uid  # type: ignore[arg-type]
-        is_owner = uid in (0, os.geteuid())
+        who = peer(connection)  # type: ignore[arg-type]
+        is_owner = self._access.is_owner(who)
         async with stream:
             try:
-                if is_owner or self._open_to_others:
-                    await self._answer_lines(stream, is_owner=is_owner)
-                else:
-                    await self._send(stream, Reply(error="this mount belongs to another user"))
-            except (trio.BrokenResourceError, ConnectionError):
-                _log.debug("a control client went away before its answer")
+                if not is_owner and not self._access.open_to_others:
+                    raise Refusing("this mount belongs to another user")
+                with self._connections.one_of(who.uid, is_owner=is_owner):
+                    await self._answer_lines(stream, None if is_owner else Asker(who.uid, who.gids))
+            except Refusing as refused:
+                with contextlib.suppress(trio.BrokenResourceError, ConnectionError):
+                    await self._send(stream, Reply(error=str(refused)))
+            except (trio.BrokenResourceError, ConnectionError) as error:
+                _log.debug("a control client went away before its answer: %s", error)
 
-    async def _answer_lines(self, stream: trio.SocketStream, *, is_owner: bool) -> None:
-        pending = b""
-        async for piece in stream:
-            pending += piece
-            while b"\n" in pending:
-                line, pending = pending.split(b"\n", 1)
-                await self._answer(stream, line, is_owner=is_owner)
-            if len(pending) > _REQUEST_BYTES_MAX:
-                await self._send(stream, Reply(error="the request is too long"))
-                return
+    async def _answer_lines(self, stream: trio.SocketStream, asker: Asker | None) -> None:
+        """Answer one request after the other; None asks for the owner."""
+        lines = Lines(stream, idle_s=IDLE_S if asker else math.inf)
+        while (line := await lines.receive()) is not None:
+            await self._answer(stream, _decode(line), asker)
 
-    async def _answer(self, stream: trio.SocketStream, line: bytes, *, is_owner: bool) -> None:
-        try:
-            version = _VERSION.decode(line).version
-            if version != PROTOCOL_VERSION:
-                wrong = f"the server speaks version {PROTOCOL_VERSION}, not {version}"
-                await self._send(stream, Reply(error=wrong))
-                return
-            question = _QUESTIONS.decode(line)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            await self._send(stream, Reply(error=f"the request cannot be read ({error})"))
-            return
-        if question.owners and not is_owner:
+    async def _answer(
+        self, stream: trio.SocketStream, question: Question[Any], asker: Asker | None
+    ) -> None:
+        if question.owners and asker is not None:
             wrong = f"only root and the mount's owner may {question.verb()} it"
             await self._send(stream, Reply(error=wrong))
             return
@@ -179,13 +228,15 @@ class ControlServer:
             await self._answer_end(stream, question)
             return
         try:
-            result = await self._unless_ended(question)
+            result = await self._unless_ended(stream, question, asker)
         except Refused as refused:
             await self._send(stream, Reply(error=refused.wrong, remedy=refused.remedy))
             return
         except OSError as error:
             await self._send(stream, Reply(error=error.strerror or str(error)))
             return
+        except trio.BrokenResourceError:
+            raise
         except Exception as error:  # noqa: BLE001 (programs that use the mount are not to feel it)
             _log.exception("a request to %s failed", question.verb())
             wrong = f"the server failed at it ({type(error).__name__}: {error})"
@@ -200,17 +251,28 @@ class ControlServer:
         else:
             await self._send(stream, Reply(error="the mount has ended"))
 
-    async def _unless_ended(self, question: Question[Any]) -> msgspec.Struct | None:
-        """The result of a question, or None when there is no server to ask any more."""
+    async def _unless_ended(
+        self, stream: trio.SocketStream, question: Question[Any], asker: Asker | None
+    ) -> msgspec.Struct | None:
+        """The result of a question, or None when there is no server to ask any more.
+
+        Raises BrokenResourceError when a client has gone whose question may be given up.
+        """
         result: msgspec.Struct | None = None
         if not self._refusing:
             with trio.CancelScope() as scope:
                 self._requests.add(scope)
                 try:
-                    result = await self._controlled.handlers[type(question)](question)
+                    work = partial(self._ask, question, asker)
+                    result = await _while_there(stream, question, work)
                 finally:
                     self._request_ended(scope)
         return result
+
+    async def _ask(self, question: Question[Any], asker: Asker | None) -> msgspec.Struct:
+        if asker is not None:
+            return await self._controlled.answer_other(question, asker)
+        return await self._controlled.handlers[type(question)](question)
 
     def _request_ended(self, scope: trio.CancelScope) -> None:
         self._requests.discard(scope)
@@ -223,7 +285,7 @@ class ControlServer:
             self._told_everybody = trio.Event()
         self._waiting_for_end += 1
         try:
-            await self._ended.wait()
+            await _while_there(stream, question, self._ended.wait)
             await self._send(stream, reply_at_end(question, self._final))
         finally:
             self._waiting_for_end -= 1
@@ -231,7 +293,49 @@ class ControlServer:
                 self._told_everybody.set()
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
-        await stream.send_all(msgspec.json.encode(reply) + b"\n")
+        line = msgspec.json.encode(reply) + b"\n"
+        if len(line) > LINE_BYTES_MAX:
+            line = msgspec.json.encode(Reply(error="the answer is too long")) + b"\n"
+        await send_in_time(stream, line)
+
+
+async def _while_there(
+    stream: trio.SocketStream, question: Question[Any], work: Callable[[], Awaitable[Result]]
+) -> Result:
+    """Do some work, but cancel it when the client has gone whose `question` may be given up.
+
+    Raises BrokenResourceError then.
+    """
+    if not question.given_up:
+        return await work()
+    done: outcome.Outcome[Result] = outcome.Error(
+        trio.BrokenResourceError("the client has closed its end")
+    )
+
+    async def watch() -> None:
+        await wait_gone(stream.socket)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        try:
+            done = outcome.Value(await work())
+        except Exception as error:  # noqa: BLE001 (it is raised behind the nursery)
+            done = outcome.Error(error)
+        nursery.cancel_scope.cancel()
+    return done.unwrap()
+
+
+def _decode(line: bytes) -> Question[Any]:
+    """Return what is asked. Raises `Refusing` for what is no question of this protocol."""
+    try:
+        version = _VERSION.decode(line).version
+        if version != PROTOCOL_VERSION:
+            raise Refusing(f"the server speaks version {PROTOCOL_VERSION}, not {version}")
+        question: Question[Any] = _QUESTIONS.decode(line)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Refusing(f"the request cannot be read ({error})") from None
+    return question
 
 
 def _reply(result: msgspec.Struct) -> Reply:

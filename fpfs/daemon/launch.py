@@ -35,6 +35,7 @@ from fpfs.daemon.mounting import (
 )
 from fpfs.daemon.places import (
     ARENA_FOLDER,
+    check_group,
     default_device,
     default_log,
     make_runtime_folder,
@@ -103,7 +104,9 @@ def prepare(
     resolved = check_mountpoint(mountpoint, asked=asked)
     chosen = _chosen_devices([*devices, *options.devices], asked=asked)
     log_path = os.path.realpath(log) if log else ""
-    runtime_folder = make_runtime_folder(asked=asked)
+    if options.control_group:
+        check_group(options.control_group, asked=asked)
+    runtime_folder = make_runtime_folder(asked=asked, for_group=bool(options.control_group))
     remove_what_ended(runtime_folder)
     covered = [("device directory", path) for path in chosen]
     covered += [("log", log_path)] if log_path else []

@@ -5,6 +5,7 @@ Concurrency: plain functions; those that block say so.
 
 from __future__ import annotations
 
+import grp
 import os
 import socket
 from pathlib import Path
@@ -19,6 +20,7 @@ from fpfs.core.policy_rules import DeviceFacts, MountFacts
 from fpfs.daemon import mounting
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
 from fpfs.daemon.catalog_schema import DeviceUse
+from fpfs.daemon.control import Access
 from fpfs.daemon.places import CPU_LATENCY, arena_path
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ def open_metrics(config: ServerConfig) -> socket.socket | None:
 def allows_others(options: MountOptions) -> bool:
     """Whether other users may use the mount: as chosen, else for root's mounts."""
     return os.geteuid() == 0 if options.allow_other is None else options.allow_other
+
+
+def control_access(options: MountOptions) -> Access:
+    """Who may ask the server what."""
+    group = grp.getgrnam(options.control_group).gr_gid if options.control_group else None
+    return Access(allows_others(options), group)
 
 
 def open_catalog(devices: DeviceSet) -> Catalog:

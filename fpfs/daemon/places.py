@@ -7,6 +7,7 @@ refused when they turn out to belong to somebody else, since /tmp is everybody's
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
 import socket
 import stat
@@ -51,12 +52,32 @@ def arena_path(filesystem_id: str) -> str:
     return os.path.join(ARENA_FOLDER, f"fpfs-{filesystem_id}-{boot_id[:8]}")
 
 
-def make_runtime_folder(*, asked: str) -> str:
+def check_group(name: str, *, asked: str) -> None:
+    """Refuse a group that is not there, or that this user cannot give a socket to."""
+    try:
+        gid = grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise Refused(
+            asked=asked,
+            wrong=f"control_group={name}: there is no such group",
+            remedy="getent group lists them",
+        ) from None
+    if os.geteuid() != 0 and gid not in {os.getegid(), *os.getgroups()}:
+        raise Refused(
+            asked=asked,
+            wrong=f"control_group={name}: you are not in it",
+            remedy="name a group of yours, which id shows, or mount as root",
+        )
+
+
+def make_runtime_folder(*, asked: str, for_group: bool = False) -> str:
     """The folder for this user's control sockets, made where it is missing.
 
-    Other users can look into it (a mount may be open to them) but not write.
+    Other users can look into it (a mount may be open to them) but not write. That they reach it
+    `for_group` means one in /tmp for users, whose own folder nobody else can enter.
     """
-    for folder in runtime_folders(os.geteuid()):
+    folders = runtime_folders(os.geteuid())
+    for folder in reversed(folders) if for_group else folders:
         if not os.path.isdir(os.path.dirname(folder)):
             continue
         try:

@@ -53,8 +53,8 @@ from fpfs.daemon.keeper import Inherited, KeeperLink
 from fpfs.daemon.launch import ServerConfig
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.opening import (
-    allows_others,
     check_identity,
+    control_access,
     default_policy,
     engine_config,
     mount_facts,
@@ -190,7 +190,7 @@ class Server:
         control = ControlServer(
             path=socket_path(device, folder=self._config.runtime_folder, pid=self._link.keeper_pid),
             controlled=self._controlled,
-            open_to_others=allows_others(self._config.options),
+            access=control_access(self._config.options),
             takes_over=self._inherited is not None,
         )
         async with trio.open_nursery() as nursery:

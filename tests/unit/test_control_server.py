@@ -31,7 +31,8 @@ from fpfs.core.questions import (
 )
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import Failure, Flushed, Renewing
-from fpfs.daemon.control import ControlServer, Handler
+from fpfs.daemon.catalog_facts import Asker
+from fpfs.daemon.control import Access, ControlServer, Handler
 
 PATIENCE_S = 30
 NOT_KEPT = Failure(ino=18, errno=errno.EIO, message="inode 18 keeps its previous version")
@@ -71,6 +72,10 @@ class Ending:
         """There is no program that could go on."""
         raise InvalidOperation("the installed fpfs does not start")
 
+    async def answer_other(self, question: Question[Any], asker: Asker) -> msgspec.Struct:
+        """Nobody else asks."""
+        raise AssertionError(f"user {asker.uid} asked for {question.verb()}")
+
     def renew(self) -> NoReturn:
         """Not to be asked: that was refused."""
         raise AssertionError("renewed although it cannot be")
@@ -82,7 +87,7 @@ async def serving(
 ) -> AsyncIterator[ControlServer]:
     """A control server of a server that is about to end."""
     control = ControlServer(
-        path=str(path), controlled=server, open_to_others=False, takes_over=takes_over
+        path=str(path), controlled=server, access=Access(), takes_over=takes_over
     )
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
@@ -134,13 +139,15 @@ async def test_what_is_asked_at_the_end_is_answered_without_the_server(tmp_path:
             assert (await ask(path, question)).error == "the mount has ended"
         final = Flushed(failures=(NOT_KEPT,))
         async with trio.open_nursery() as nursery:
-            for question in (WaitDurable(ino=17), FlushAll(), WaitForEnd()):
+            below = WaitDurable(ino=17, below=True)
+            for question in (WaitDurable(ino=17), FlushAll(), WaitForEnd(), below):
                 nursery.start_soon(ask_for, question)
             await trio.testing.wait_all_tasks_blocked(0.01)
             await control.announce_end(final)
     assert {reply.error for reply in replies.values()} == {""}
     assert msgspec.json.decode(replies[WaitDurable(ino=17)].result, type=Flushed) == Flushed()
     assert msgspec.json.decode(replies[FlushAll()].result, type=Flushed) == final
+    assert msgspec.json.decode(replies[below].result, type=Flushed) == final
     assert msgspec.json.decode(replies[WaitForEnd()].result, type=Flushed) == final
 
 
