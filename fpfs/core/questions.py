@@ -62,6 +62,11 @@ class Question(msgspec.Struct, Generic[Answer], kw_only=True, frozen=True, tag_f
 
     version: int = PROTOCOL_VERSION
 
+    @property
+    def needs_owner(self) -> bool:
+        """Whether this very question is the owners'."""
+        return self.owners
+
     @classmethod
     def verb(cls) -> str:
         """How the question is called on the wire."""
@@ -162,11 +167,15 @@ class ChangePolicy(Question[PolicyShown], kw_only=True, frozen=True, tag="policy
     """Change the policy of a directory, and tell what holds there then."""
 
     answer = PolicyShown
-    owners = True
     asked_again = True
 
     ino: Number
     change: PolicyChange = PolicyChange()
+
+    @property
+    def needs_owner(self) -> bool:
+        """Who may see a directory may ask what holds there."""
+        return self.change != PolicyChange()
 
 
 class ListPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="policies"):
@@ -176,7 +185,7 @@ class ListPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="pol
     owners = True
     asked_again = True
 
-    ino: int
+    ino: Number
 
 
 class ApplyPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="apply"):
@@ -186,17 +195,16 @@ class ApplyPolicies(Question[PoliciesListed], kw_only=True, frozen=True, tag="ap
     owners = True
     asked_again = True
 
-    changes: tuple[tuple[int, PolicyChange], ...]
+    changes: tuple[tuple[Number, PolicyChange], ...]
 
 
 class ExplainPolicy(Question[PolicyExplained], kw_only=True, frozen=True, tag="explain"):
     """Tell what holds for a name in a directory, which need not exist."""
 
     answer = PolicyExplained
-    owners = True
     asked_again = True
 
-    directory: int
+    directory: Number
     name: bytes
 
 
@@ -204,7 +212,6 @@ class ListVersions(Question[VersionsShown], kw_only=True, frozen=True, tag="vers
     """List the former contents of a name in a directory."""
 
     answer = VersionsShown
-    owners = True
     asked_again = True
 
     directory: Number

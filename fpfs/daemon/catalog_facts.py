@@ -117,7 +117,8 @@ def may_see(transaction: Transaction, ino: int, above: Sequence[int], asker: Ask
 
 def may_list(transaction: Transaction, directory: int, asker: Asker) -> bool:
     """Whether somebody who is not root may learn what is in a directory."""
-    return may_see(transaction, directory, list_ancestors(transaction, directory), asker)
+    above = list_ancestors(transaction, directory)
+    return above[-1] == ROOT_INO and may_see(transaction, 0, above, asker)
 
 
 def _allows(row: tuple[int, int, int], wanted: int, asker: Asker) -> bool:

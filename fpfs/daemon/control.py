@@ -220,7 +220,7 @@ class ControlServer:
     async def _answer(
         self, stream: trio.SocketStream, question: Question[Any], asker: Asker | None
     ) -> None:
-        if question.owners and asker is not None:
+        if question.needs_owner and asker is not None:
             wrong = f"only root and the mount's owner may {question.verb()} it"
             await self._send(stream, Reply(error=wrong))
             return

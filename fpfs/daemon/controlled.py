@@ -44,6 +44,7 @@ from fpfs.core.reports import (
 )
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.catalog_aside import Partial, list_partials
+from fpfs.daemon.catalog_facts import may_list
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.device_control import DeviceControl
 from fpfs.daemon.pacing import Paced
@@ -245,6 +246,11 @@ class ControlledServer:
         """Return where some of a file lies."""
         return await self._namespace.statuses.list_runs(question.ino, segment=question.segment)
 
+    async def _check_listable(self, directory: int, asker: Asker) -> None:
+        """Refuse what somebody asks of a directory that he may not read and search."""
+        if not await self._catalog.read(lambda t: may_list(t, directory, asker)):
+            raise NotPermitted("this is not a directory that you may read and search")
+
     async def answer_other(self, question: Question[Any], asker: Asker) -> msgspec.Struct:
         """Answer somebody who is neither root nor the mount's owner: what the mount shows him."""
         match question:
@@ -253,6 +259,10 @@ class ControlledServer:
             case WaitDurable() | ListRuns():
                 if not await self._namespace.statuses.describe([question.ino], seen_by=asker):
                     raise NotPermitted("it is not in a directory that you may read and search")
+            case ChangePolicy(ino=directory):
+                await self._check_listable(directory, asker)
+            case ExplainPolicy(directory=directory) | ListVersions(directory=directory):
+                await self._check_listable(directory, asker)
         answer = await self._handlers[type(question)](question)
         if isinstance(answer, Status):
             return metrics.without_names(answer)

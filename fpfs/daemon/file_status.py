@@ -49,7 +49,8 @@ class FileStatuses:
 
         None sees everything.
         """
-        return await self._catalog.read_many(
+        read = self._catalog.read if len(inos) == 1 else self._catalog.read_many
+        return await read(
             lambda t: fetch_facts(t, inos, seen_by=seen_by),
             apply=lambda found: tuple(map(self._status, found)),
         )

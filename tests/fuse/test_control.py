@@ -87,7 +87,7 @@ def test_one_connection_carries_many_requests_until_a_bad_one(mount: Mount) -> N
         status, flushed, refusal = (json.loads(answers.readline()) for _ in range(3))
         assert answers.read() == b"", "it is let go"
     assert status["result"]["server_pid"] == mount.server_pid
-    assert flushed == {"error": "", "result": {"failures": []}, "version": PROTOCOL_VERSION}
+    assert (flushed["error"], flushed["result"]) == ("", {"failures": []})
     assert refusal["error"].startswith("the request cannot be read")
 
 

@@ -30,8 +30,7 @@ OWNERS_ONLY = (
     {"verb": "restart"},
     {"verb": "scrub"},
     {"verb": "policy", "ino": 1, "change": {"values": {"versions": "2"}}},
-    {"verb": "policy", "ino": 1},
-    {"verb": "versions", "directory": 1, "name": "eA=="},
+    {"verb": "policies", "ino": 1},
     {"verb": "restore", "directory": 1, "name": "eA==", "number": 1},
     {"verb": "commit", "ino": 1},
 )
@@ -149,6 +148,23 @@ def test_others_see_what_the_mount_shows_them(mount: Mount) -> None:
     assert replies[0]["error"] == replies[2]["error"], "nor does it tell what there is"
 
 
+def test_others_ask_of_directories_that_they_may_list(mount: Mount) -> None:
+    """What holds in them, and what names there held before."""
+    shown, hidden = mount.root / "shown", mount.root / "hidden"
+    shown.mkdir(mode=0o755)
+    hidden.mkdir(mode=0o711)
+    for directory, is_told in ((shown, True), (hidden, False)):
+        ino = directory.stat().st_ino
+        replies = ask_as(
+            NOBODY,
+            mount,
+            {"verb": "policy", "ino": ino},
+            {"verb": "explain", "directory": ino, "name": "eA=="},
+            {"verb": "versions", "directory": ino, "name": "eA=="},
+        )
+        assert [reply["error"] == "" for reply in replies] == [is_told] * 3
+
+
 def test_what_others_are_told_names_no_files(mount: Mount) -> None:
     secret = mount.root / "secret"
     secret.mkdir(mode=0o700)
@@ -206,7 +222,8 @@ def test_members_of_the_control_group_may_ask_what_the_owner_may(words: tuple[st
         change = {"verb": "policy", "ino": 1, "change": {"values": {"versions": "2"}}}
         (reply,) = ask_as(MEMBER, made, change)
         assert reply["error"] == ""
-        assert reply["result"]["settings"][1]["value"] == "2"
+        shown = {each["key"]: each["value"] for each in reply["result"]["settings"]}
+        assert shown["versions"] == "2"
         primary = ("setpriv", "--reuid=nobody", f"--regid={GROUP}", "--clear-groups")
         (reply,) = ask_as(primary, made, change)
         assert reply["error"] == ""
