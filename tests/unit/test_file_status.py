@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -96,6 +97,47 @@ async def test_the_committed_beginning_of_what_becomes_longer_is_durable(tmp_pat
         mount.namespace.files.release(handle)
         mount.namespace.forget(inode.ino, 1)
         await mount.flush()
+
+
+@trio.testing.trio_test
+async def test_a_beginning_that_is_committed_and_not_flushed_is_not_durable(tmp_path: Path) -> None:
+    async with rig(tmp_path, durable_within_s=NEVER_S) as mount:
+        handle = await mount.create("log")
+        mount.engine.write(handle, 0, b"x" * LARGE)
+        inode = await mount.resolve("log")
+        await mount.commit.make_current(inode)
+        mount.engine.write(handle, LARGE, b"y")
+        found = await status(mount, "log")
+        assert (found.size_committed, found.size_durable) == (LARGE, 0)
+        mount.namespace.files.release(handle)
+        mount.namespace.forget(inode.ino, 1)
+        await mount.flush()
+
+
+@trio.testing.trio_test
+async def test_what_comes_while_the_catalog_is_flushed_is_not_durable_by_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fdatasync
+    began, end = threading.Event(), threading.Event()
+
+    def held(descriptor: int) -> None:
+        began.set()
+        end.wait()
+        flush(descriptor)
+
+    async with rig(tmp_path, durable_within_s=NEVER_S) as mount:
+        await mount.make_directory("before")
+        monkeypatch.setattr(os, "fdatasync", held)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.catalog.make_durable)
+            await trio.to_thread.run_sync(began.wait)
+            await mount.make_directory("meanwhile")
+            end.set()
+        assert (await status(mount, "before")).durable
+        assert not (await status(mount, "meanwhile")).durable
+        await mount.catalog.make_durable()
+        assert (await status(mount, "meanwhile")).durable
 
 
 @trio.testing.trio_test
