@@ -100,7 +100,7 @@ nb::dict statistics(Engine& engine) {
   staging["bytes_used"] = total - arena.free_count() * arena.slot_bytes();
   staging["pinned"] = arena.pinned();
   nb::dict devices;
-  for (const auto& device : engine.devices()) {
+  for (const Device* device : engine.devices()) {
     const DeviceStatistics s = device->statistics();
     nb::dict entry;
     entry["bytes_written"] = s.bytes_written;
@@ -350,6 +350,19 @@ void bind_plane(nb::class_<Engine>& type) {
              }
              return engine.discard(std::move(extents));
            })
+      .def(
+          "add_device",
+          [](Engine& engine, uint16_t number, const std::string& path, bool draining) {
+            const Status status = [&] {
+              const nb::gil_scoped_release release;
+              return engine.add_device(number, path, draining);
+            }();
+            check(status);
+          },
+          nb::arg("number"), nb::arg("path"), nb::arg("draining"))
+      .def("set_draining", &Engine::set_draining, nb::arg("number"), nb::arg("draining"))
+      .def("remove_device", &Engine::remove_device, nb::arg("number"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("verify",
            [](Engine& engine,

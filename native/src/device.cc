@@ -91,7 +91,8 @@ class NativeDevice final : public Device, private BackendOwner {
   void close_file(std::unique_ptr<OpenFile> file) override;
 
   Status start_backend(const std::vector<MemoryRegion>& regions);
-  void begin() { pending_.fetch_add(1, std::memory_order_relaxed); }
+  // In one order with closing_: what came before that is waited for.
+  void begin() { pending_.fetch_add(1); }
   void end() EXCLUDES(drained_mutex_);
   void wait_drained() EXCLUDES(drained_mutex_);
   void run_on_worker(IoRequest* request);
@@ -112,6 +113,7 @@ class NativeDevice final : public Device, private BackendOwner {
   bool io_uring_ = false;
 
   std::atomic<uint64_t> pending_{0};  // whatever has not called back yet
+  std::atomic<bool> closing_{false};  // it is over: nothing is taken any more
   std::atomic<uint64_t> bytes_written_{0};
   std::atomic<uint64_t> bytes_read_{0};
   std::atomic<uint64_t> errors_{0};
@@ -187,6 +189,7 @@ void NativeDevice::submit(IoRequest* request) {
   request->issued_ns = 0;
   const bool traced = config_.tracer != nullptr && config_.tracer->watches(request->ino);
   request->submitted_ns = traced ? monotonic_ns() : 0;
+  if (closing_) return finished(request, -ENODEV);
   const bool opened = files_.try_acquire(request);
   const bool at_once = transfer || request->op == IoOp::Flush;
   if (opened && at_once && writable_enough(*request) && !has_to_wait(*request)) {
@@ -346,6 +349,10 @@ void NativeDevice::close_file(std::unique_ptr<OpenFile> file) {
 
 void NativeDevice::create_object(std::function<void(int, ObjectRef, uint64_t)> done) {
   begin();
+  if (closing_) {
+    done(ENODEV, nullptr, 0);
+    return end();
+  }
   take_object(std::move(done));
 }
 
@@ -367,6 +374,10 @@ void NativeDevice::take_object(std::function<void(int, ObjectRef, uint64_t)> don
 
 void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
   begin();
+  if (closing_) {
+    done(ENODEV);
+    return end();
+  }
   space_.coming();
   reaper_.post([this, id, done = std::move(done)] {
     files_.forget(id);
@@ -410,12 +421,14 @@ void NativeDevice::end() {
 
 void NativeDevice::wait_drained() {
   MutexLock lock(drained_mutex_);
-  while (pending_.load(std::memory_order_acquire) != 0) drained_.wait(drained_mutex_);
+  while (pending_.load() != 0) drained_.wait(drained_mutex_);
 }
 
 void NativeDevice::close() {
   if (std::exchange(closed_, true)) return;
   wait_drained();
+  closing_ = true;
+  wait_drained();  // what came in between
   if (backend_ == nullptr) return;
   pool_worker_.post([this] {
     if (const int error = pool_.clear(); error != 0) {

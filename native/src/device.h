@@ -127,7 +127,8 @@ class Device {
   // What may still be allocated, the reserve left out. Any thread; one statvfs.
   virtual uint64_t bytes_free() const = 0;
   virtual DeviceStatistics statistics() const = 0;
-  // Waits for everything submitted, removes unused pool objects, joins the threads.
+  // Waits for everything submitted, removes unused pool objects, joins the threads. What is
+  // submitted afterwards gets ENODEV.
   virtual void close() = 0;
 };
 

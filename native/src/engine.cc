@@ -24,8 +24,7 @@ constexpr uint64_t kSlotCountMin = 16;
 constexpr uint64_t kSmallestChunk = 128 * 1024;
 // Longer than a program that writes one small file after the other takes between two of them.
 constexpr long kTellReleasedNs = 2'000'000;
-constexpr size_t kDamageLoggedMax = 10'000;  // places; more are counted only
-constexpr size_t kPressureSlots = 8;         // written out early when nothing else frees a slot
+constexpr size_t kPressureSlots = 8;  // written out early when nothing else frees a slot
 
 // A device request whose completion is a function; deletes itself.
 struct CallRequest : IoRequest {
@@ -78,28 +77,9 @@ Status Engine::start() {
       std::make_unique<ReadBuffers>(kReadBufferCount, ReadJob::buffer_bytes(wire::kMaxWriteBytes));
   copy_buffer_ = read_buffers_->take();
 
-  uint16_t highest = 0;
-  for (const auto& [number, path] : config_.devices) highest = std::max(highest, number);
-  by_number_.assign(size_t{highest} + 1, nullptr);
-  failed_ = std::make_unique<std::atomic<int>[]>(by_number_.size());
-  checksum_errors_ = std::make_unique<std::atomic<uint64_t>[]>(by_number_.size());
-  read_errors_ = std::make_unique<std::atomic<uint64_t>[]>(by_number_.size());
-  const std::vector<MemoryRegion> regions = {{arena_->data(), arena_->data_bytes()},
-                                             read_buffers_->region()};
+  regions_ = {{arena_->data(), arena_->data_bytes()}, read_buffers_->region()};
   for (const auto& [number, path] : config_.devices) {
-    DeviceConfig device;
-    device.number = number;
-    device.path = path;
-    device.depth = config_.depth;
-    device.backend = config_.backend;
-    device.object_id_first = config_.object_base << 32;
-    device.reserve_bytes = config_.reserve_bytes;
-    device.tracer = tracer_.get();
-    device.log = [this](int level, const std::string& message) { log(level, message); };
-    auto opened = Device::open(device, regions);
-    if (!opened.ok()) return opened.status();
-    devices_.push_back(opened.take());
-    by_number_[number] = devices_.back().get();
+    if (Status status = add_device(number, path); !status.ok()) return status;
   }
   return {};
 }
@@ -148,7 +128,7 @@ void Engine::close() {
   worker_.stop();
   waker_.stop();
   end_verifications();
-  for (auto& device : devices_) device->close();
+  for (Device* device : devices()) device->close();
   if (arena_ != nullptr) arena_->remove();
   {
     // Files hold slots and slots hold files: the circle ends here.
@@ -523,60 +503,6 @@ void Engine::after_reads(std::function<void()> action) {
     }
   }
   action();
-}
-
-// --- devices ---
-
-Device* Engine::device(uint16_t number) {
-  return number < by_number_.size() ? by_number_[number] : nullptr;
-}
-
-// One that is missing is as good as failed.
-bool Engine::device_failed(uint16_t number) const {
-  return number >= by_number_.size() || by_number_[number] == nullptr || failed_[number] != 0;
-}
-
-void Engine::mark_device_failed(uint16_t number, int error) {
-  if (device(number) == nullptr || failed_[number].exchange(error) != 0) return;
-  log(40, "device " + std::to_string(number) + " failed (" + std::strerror(error) +
-              "): new chunks avoid it until the next mount");
-}
-
-// Each place is logged once: a program may read it for hours.
-void Engine::report_damage(uint64_t ino, uint64_t block, const Place& place) {
-  if (place.device < by_number_.size()) ++checksum_errors_[place.device];
-  {
-    const MutexLock lock(damage_mutex_);
-    if (damage_.size() >= kDamageLoggedMax) return;
-    if (!damage_.emplace(place.device, place.object, place.object_block).second) return;
-  }
-  char object[17];
-  std::snprintf(object, sizeof object, "%016lx", place.object);
-  log(40, "inode " + std::to_string(ino) + ": its block " + std::to_string(block) +
-              " (64 KiB) is damaged: block " + std::to_string(place.object_block) + " of object " +
-              object + " on device " + std::to_string(place.device) +
-              " does not match its checksum");
-}
-
-// A file is named once for each device, not at each of its reads.
-void Engine::report_unreadable(uint64_t ino, uint16_t device, int error) {
-  if (device < by_number_.size()) ++read_errors_[device];
-  {
-    const MutexLock lock(damage_mutex_);
-    if (unreadable_.size() >= kDamageLoggedMax) return;
-    if (!unreadable_.emplace(ino, device).second) return;
-  }
-  const bool missing = this->device(device) == nullptr;
-  log(40, "inode " + std::to_string(ino) + ": what lies on device " + std::to_string(device) +
-              " cannot be read: " + (missing ? "the device is missing" : std::strerror(error)));
-}
-
-uint64_t Engine::read_errors(uint16_t device) const {
-  return device < by_number_.size() ? read_errors_[device].load() : 0;
-}
-
-uint64_t Engine::checksum_errors(uint16_t device) const {
-  return device < by_number_.size() ? checksum_errors_[device].load() : 0;
 }
 
 // --- parked operations ---

@@ -52,6 +52,8 @@ struct EngineConfig {
   bool checksums = true;         // of contents: made and checked
 };
 
+inline constexpr uint32_t kDevicesMax = 65'535;  // a number in a layout has 16 bits
+
 using ObjectKey = std::pair<uint16_t, uint64_t>;
 
 // What Python is told; `ticket` is the number that the call which started it returned.
@@ -239,13 +241,24 @@ class Engine : public Plane {
   }
   char* copy_buffer() { return copy_buffer_; }  // the worker's
   uint64_t next_ticket() { return ticket_.fetch_add(1); }
-  const std::vector<std::unique_ptr<Device>>& devices() const { return devices_; }
+
+  // Devices may come and go while others use them (engine_devices.cc). add_device() blocks; new
+  // chunks may go there at once, unless it is `draining`.
+  Status add_device(uint16_t number, const std::string& path, bool draining = false)
+      EXCLUDES(devices_mutex_);
+  // Whether new chunks avoid a device.
+  void set_draining(uint16_t number, bool draining);
+  // Closes a device that nothing refers to any more, when reads that are under way have ended.
+  uint64_t remove_device(uint16_t number) EXCLUDES(devices_mutex_);
+  std::vector<Device*> devices() const EXCLUDES(devices_mutex_);
   void close();
 
   // Plane
   Arena& arena() override { return *arena_; }
   Device* device(uint16_t number) override;
   bool device_failed(uint16_t number) const override;
+  bool takes_chunks(uint16_t number) const override;
+  std::vector<uint16_t> chunk_devices() const override EXCLUDES(devices_mutex_);
   void mark_device_failed(uint16_t number, int error) override;
   void wake() override EXCLUDES(park_mutex_);
   void park(std::function<bool()> retry) override EXCLUDES(park_mutex_);
@@ -269,6 +282,14 @@ class Engine : public Plane {
     uint32_t writers = 0;
     uint32_t cached = 0;
   };
+  struct Member {
+    std::unique_ptr<Device> device;
+    std::atomic<int> failed{0};  // errno
+    std::atomic<bool> draining{false};
+    std::atomic<uint64_t> checksum_errors{0};
+    std::atomic<uint64_t> read_errors{0};
+  };
+  Member* member(uint16_t number) const;
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
   uint64_t attach_recovered(const std::shared_ptr<File>& file, uint64_t ticket);
@@ -294,11 +315,11 @@ class Engine : public Plane {
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<ReadBuffers> read_buffers_;
   char* copy_buffer_ = nullptr;
-  std::vector<std::unique_ptr<Device>> devices_;
-  std::vector<Device*> by_number_;
-  std::unique_ptr<std::atomic<int>[]> failed_;                // errno by device number
-  std::unique_ptr<std::atomic<uint64_t>[]> checksum_errors_;  // by device number
-  std::unique_ptr<std::atomic<uint64_t>[]> read_errors_;      // by device number
+  std::vector<MemoryRegion> regions_;  // of the arena and the read buffers
+  std::unique_ptr<std::atomic<Member*>[]> by_number_ =
+      std::make_unique<std::atomic<Member*>[]>(kDevicesMax);
+  mutable Mutex devices_mutex_;
+  std::vector<std::unique_ptr<Member>> members_ GUARDED_BY(devices_mutex_);  // removed ones, too
   std::unique_ptr<Channel> channel_;
   Worker worker_;  // may wait for what the waker brings about
   Worker waker_;

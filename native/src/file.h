@@ -63,6 +63,10 @@ class Plane {
   virtual Device* device(uint16_t number) = 0;  // nullptr: not mounted
   virtual bool device_failed(uint16_t number) const = 0;
   virtual void mark_device_failed(uint16_t number, int error) = 0;
+  // Whether new chunks may go to a device: it is mounted, and neither failed nor to be removed.
+  virtual bool takes_chunks(uint16_t number) const = 0;
+  // All such devices, for files of which none is left that they were meant for.
+  virtual std::vector<uint16_t> chunk_devices() const = 0;
   // Something that a parked operation may wait for has happened (slot, space or I/O).
   virtual void wake() = 0;
   // Calls `retry` again at every wake() until it returns true.
@@ -292,6 +296,8 @@ class File : public std::enable_shared_from_this<File> {
   void record_error(int error, const std::string& what) REQUIRES(mutex_);
   // Logs what went wrong, and not again until a drain has succeeded: a program may try for hours.
   void say_once(int level, const std::string& what) REQUIRES(mutex_);
+  // Where bytes go next that could not be written to the devices in `tried`; null: nowhere.
+  Device* next_device(const std::vector<uint16_t>& tried) REQUIRES(mutex_);
   // Why new blocks cannot go to a device, as far as this file knows (0: they can).
   int trouble_with(uint16_t device) REQUIRES(mutex_);
   void blame(uint16_t device, int error);

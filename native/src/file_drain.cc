@@ -326,10 +326,8 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
   const uint16_t failed = io->extent.place.device;
   io->tried.push_back(failed);
   blame(failed, -result);
-  for (const uint16_t number : placement_.devices) {
-    const bool tried = std::find(io->tried.begin(), io->tried.end(), number) != io->tried.end();
-    Device* device = plane_.device(number);
-    if (tried || device == nullptr) continue;
+  if (Device* device = next_device(io->tried); device != nullptr) {
+    const uint16_t number = device->number();
     say_once(30, "writing to device " + std::to_string(failed) + " failed (" +
                      std::strerror(-result) + "), its bytes go to device " +
                      std::to_string(number));

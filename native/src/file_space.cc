@@ -28,18 +28,41 @@ struct CallRequest : IoRequest {
 
 }  // namespace
 
-// The device of new blocks of a chunk: the layout's, or the next one that can take them.
+// The device of new blocks of a chunk: the layout's, or the next one that can take them. One that
+// is not in the layout takes them only where none in it is left at all: space is not looked for
+// there.
 uint16_t File::device_for(uint64_t chunk) {
-  const size_t width = placement_.devices.size();
-  assert(width > 0);
-  const uint64_t turn = placement_.first + chunk / placement_.run;
-  for (size_t i = 0; i < width; ++i) {
-    const uint16_t number = placement_.devices[(turn + i) % width];
-    const auto it = appenders_.find(number);
-    const bool full = it != appenders_.end() && it->second->error != 0;
-    if (!full && plane_.device(number) != nullptr && !plane_.device_failed(number)) return number;
+  const auto choose = [&](const std::vector<uint16_t>& numbers, uint64_t first) {
+    mutex_.assert_held();
+    std::optional<uint16_t> full;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const uint16_t number = numbers[(first + i) % numbers.size()];
+      if (!plane_.takes_chunks(number)) continue;
+      const auto it = appenders_.find(number);
+      if (it == appenders_.end() || it->second->error == 0) return std::optional(number);
+      if (!full.has_value()) full = number;
+    }
+    return full;
+  };
+  assert(!placement_.devices.empty());
+  const uint64_t first = placement_.first + chunk / placement_.run;
+  if (const auto found = choose(placement_.devices, first)) return *found;
+  if (const auto found = choose(plane_.chunk_devices(), first)) return *found;
+  return placement_.devices[first % placement_.devices.size()];
+}
+
+// Those of the layout come first, and those that are to be removed last.
+Device* File::next_device(const std::vector<uint16_t>& tried) {
+  std::vector<uint16_t> numbers = placement_.devices;
+  const std::vector<uint16_t> others = plane_.chunk_devices();
+  numbers.insert(numbers.end(), others.begin(), others.end());
+  std::stable_partition(numbers.begin(), numbers.end(),
+                        [&](uint16_t number) { return plane_.takes_chunks(number); });
+  for (const uint16_t number : numbers) {
+    if (std::find(tried.begin(), tried.end(), number) != tried.end()) continue;
+    if (Device* device = plane_.device(number); device != nullptr) return device;
   }
-  return placement_.devices[turn % width];
+  return nullptr;
 }
 
 int File::trouble_with(uint16_t device) {
