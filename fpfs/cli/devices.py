@@ -14,7 +14,7 @@ from fpfs.cli.show import check_timeout, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.device_names import parse_tags
 from fpfs.core.paths import show_text
-from fpfs.core.questions import AskStatus, TagDevice
+from fpfs.core.questions import AddDevice, AskStatus, TagDevice
 from fpfs.core.refusal import refuse_empty
 from fpfs.core.reports import DeviceStatus
 from fpfs.core.units import format_size
@@ -106,6 +106,31 @@ def tag(
     else:
         having = ", ".join(tags.tags) or "no tags"
         sys.stdout.write(f"device {tags.number} ({show_text(tags.path)}): {having}\n")
+    return 0
+
+
+@app.command
+def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
+    """Add DIRECTORY, which is empty, to the devices of the mount at MOUNTPOINT; new files use it.
+
+    From then on the filesystem has to be mounted with it.
+
+    Parameters
+    ----------
+    json
+        Print the device as JSON.
+    """
+    asked = f"device add {mountpoint} {directory}"
+    refuse_empty(directory, what="directory", asked=asked)
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        added = client.ask(AddDevice(path=os.path.realpath(directory)))
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(added).decode(), indent=2) + "\n")
+    else:
+        sys.stdout.write(
+            f"device {added.number} ({show_text(added.path)}) is in use; name it, too, when the"
+            " filesystem is mounted\n"
+        )
     return 0
 
 

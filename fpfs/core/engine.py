@@ -456,6 +456,15 @@ class Engine(Protocol):
     async def remove_objects(self, objects: Sequence[ObjectId]) -> None:
         """Delete objects (no committed layout refers to them)."""
 
+    async def add_device(self, device: DeviceConfig, *, draining: bool) -> None:
+        """Open another device. New chunks go there unless it is `draining`. EEXIST, and others."""
+
+    def set_draining(self, number: int, *, draining: bool) -> None:
+        """Let new chunks avoid a device, or not any more."""
+
+    async def remove_device(self, number: int) -> None:
+        """Close a device that nothing refers to any more. ENODEV when there is none."""
+
     async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
         """Read ranges from the devices, past every cache, and compare them with their checksums."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno as errno_module
 import os
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from fpfs.core.engine import (
     ChannelClosed,
     Connection,
     Damage,
+    DeviceConfig,
     EngineConfig,
     Event,
     FileAttributes,
@@ -309,6 +311,19 @@ class NativeEngine:
         """See `Engine.remove_objects`."""
         plain = [(key.device, key.id) for key in objects]
         await self._completion(self._native.remove_objects(plain))
+
+    async def add_device(self, device: DeviceConfig, *, draining: bool) -> None:
+        """See `Engine.add_device`."""
+        add = partial(self._native.add_device, device.number, device.path, draining)
+        await trio.to_thread.run_sync(add)
+
+    def set_draining(self, number: int, *, draining: bool) -> None:
+        """See `Engine.set_draining`."""
+        self._native.set_draining(number, draining)
+
+    async def remove_device(self, number: int) -> None:
+        """See `Engine.remove_device`."""
+        await self._completion(self._native.remove_device(number))
 
     async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
         """See `Engine.verify`."""

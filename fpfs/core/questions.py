@@ -278,6 +278,15 @@ class EndTrace(Question[Flushed], kw_only=True, frozen=True, tag="end trace"):
     trace: int
 
 
+class AddDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="add"):
+    """Add an empty directory, given by its absolute path, as a device."""
+
+    answer = DeviceTags
+    owners = True
+
+    path: str
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -306,6 +315,7 @@ AnyQuestion: TypeAlias = (
     | BeginTrace
     | ReadTrace
     | EndTrace
+    | AddDevice
     | WaitForEnd
 )
 """What a line to the server is decoded as."""

@@ -70,7 +70,6 @@ class Catalog:
 
     def __init__(self, copies: Copies) -> None:
         """Take over what `open_copies` made; use `Catalog.open` instead."""
-        self._copies = copies
         connection = copies.connection
         values = dict(connection.execute("SELECT name, value FROM filesystem").fetchall())
         self.filesystem_id = str(values["filesystem_id"])
@@ -103,6 +102,10 @@ class Catalog:
         self._written_event = trio.Event()
         self._flushed: Callable[[int, int], None] | None = None
         self._closed = False
+
+    @property
+    def _copies(self) -> Copies:
+        return self._worker.copies
 
     @property
     def path(self) -> Path:
@@ -351,6 +354,37 @@ class Catalog:
         self._copies.leader_error = error
         # The thread changes the leader, which makes all that was gathered durable.
         await self.write_many(lambda _transaction: None)
+
+    async def move_copies(self, *paths: Path) -> None:
+        """Have copies at `paths`, where one of them is, and go on with them.
+
+        What is not there yet is made. Operations wait meanwhile. Copies that are elsewhere are not
+        written any more, and left. Raises `CatalogError`, and goes on as before.
+        """
+        event = trio.Event()
+        failures: list[Exception] = []
+
+        def moved(error: Exception | None) -> None:
+            failures.extend([error] if error else [])
+            event.set()
+
+        before = [Path(status.path) for status in self.copies() if not status.trouble]
+
+        def reopen() -> Copies:
+            try:
+                copies = open_copies(paths, filesystem_id=self.filesystem_id, is_new=True)
+            except OSError as error:
+                failures.append(error)
+                copies = open_copies(before, filesystem_id=self.filesystem_id, is_new=True)
+            copies.begin()
+            return copies
+
+        async with self._flush_lock:
+            with trio.CancelScope(shield=True):
+                self._worker.move(reopen, moved)
+                await event.wait()
+        if failures:
+            raise CatalogError(f"the catalog cannot be moved: {failures[0]}") from failures[0]
 
     def statistics(self) -> CatalogStatistics:
         """Return the counters."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fpfs.core.device_names import TAGS_MAX
-from fpfs.core.errors import InvalidOperation
+from fpfs.core.errors import CatalogError, InvalidOperation
 from fpfs.daemon.catalog_schema import DeviceRecord, DeviceUse
 
 if TYPE_CHECKING:
@@ -29,13 +29,37 @@ def fetch_devices(transaction: Transaction | sqlite3.Connection) -> tuple[Device
             number=number,
             device_id=device_id,
             path=path,
-            use=DeviceUse(state),
+            use=_use_of(number, state),
             tags=frozenset(tags.get(number, ())),
         )
         for number, device_id, path, state in transaction.execute(
             "SELECT number, device_id, path, state FROM devices ORDER BY number"
         ).fetchall()
     )
+
+
+def _use_of(number: int, state: int) -> DeviceUse:
+    try:
+        return DeviceUse(state)
+    except ValueError:
+        raise CatalogError(f"the catalog gives device {number} the unknown state {state}") from None
+
+
+def add_device(transaction: Transaction, device: DeviceRecord) -> tuple[DeviceRecord, ...]:
+    """Enter a device; returns all devices."""
+    transaction.execute(
+        "INSERT INTO devices VALUES (?, ?, ?, ?)",
+        (device.number, device.device_id, device.path, device.use),
+    )
+    return fetch_devices(transaction)
+
+
+def set_use(transaction: Transaction, number: int, use: DeviceUse) -> tuple[DeviceRecord, ...]:
+    """Let a device be something else to the filesystem; returns all devices."""
+    transaction.execute("UPDATE devices SET state = ? WHERE number = ?", (use, number))
+    if use is DeviceUse.REMOVED:
+        transaction.execute("DELETE FROM device_tags WHERE number = ?", (number,))
+    return fetch_devices(transaction)
 
 
 def change_tags(

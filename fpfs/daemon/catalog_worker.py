@@ -20,6 +20,7 @@ owns the connection.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -145,6 +146,14 @@ class Request:
         self.touched: Mapping[int, bool] = {}
 
 
+class _Move:
+    """In the queue: the catalog is to be closed, and opened again as `reopen` does it."""
+
+    def __init__(self, reopen: Callable[[], Copies], moved: Callable[[Exception | None], None]):
+        self.reopen = reopen
+        self.moved = moved
+
+
 class _Look:
     """In the queue: the thread is to look whether a checkpoint is due."""
 
@@ -156,7 +165,8 @@ class Worker:
         """Take over open copies. `delivered` is called in trio's thread, in order."""
         self._copies = copies
         self._transaction = Transaction(copies.connection)
-        self._queue: queue.SimpleQueue[Request | _Look | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Request | _Look | _Move | None] = queue.SimpleQueue()
+        self._move: _Move | None = None  # The thread only.
         self._delivered = delivered
         self._unanswered = 0  # Requests queued and not delivered. Trio thread only.
         self._running = threading.Lock()
@@ -205,6 +215,21 @@ class Worker:
         self._unanswered += 1
         self._queue.put(request)
 
+    @property
+    def copies(self) -> Copies:
+        """The copies in use."""
+        return self._copies
+
+    def move(self, reopen: Callable[[], Copies], moved: Callable[[Exception | None], None]) -> None:
+        """Close the catalog behind what is queued, and open it again as `reopen` does it.
+
+        Never blocks. `moved` is called in trio's thread: None, or why it stays where it was.
+        """
+        if self._trio_token is None:
+            self._trio_token = trio.lowlevel.current_trio_token()
+        self._unanswered += 1
+        self._queue.put(_Move(reopen, moved))
+
     def stop(self) -> None:
         """Run what is queued, checkpoint, close the connection, end the thread. Blocks."""
         self._queue.put(None)
@@ -220,10 +245,35 @@ class Worker:
                     self._run_or_refuse(batch)
                     self._ran_s = time.monotonic()
                     self._hand_over(batch)
+                if self._move is not None:
+                    self._reopen(self._move)
+                    self._move = None
                 if stopping:
                     self._close()
                 elif self._log_is_long():
                     self._checkpoint("PASSIVE")
+
+    def _reopen(self, move: _Move) -> None:
+        """Close the catalog and open it again, with other copies perhaps."""
+        error: Exception | None = None
+        try:
+            if not self._checkpoint("TRUNCATE"):
+                raise CatalogError("the catalog's log cannot be copied into its database now")
+            self._copies.connection.close()
+            self._copies.close()
+            self._copies = move.reopen()
+            self._transaction.move(self._copies.connection)
+            self._transaction.rolled_back()
+            self._changes_checkpointed = self._copies.connection.total_changes
+        except (sqlite3.Error, OSError) as failure:
+            error = failure
+        assert self._trio_token is not None, "move() stores the token before it queues"
+        with contextlib.suppress(trio.RunFinishedError):
+            self._trio_token.run_sync_soon(self._moved, move, error)
+
+    def _moved(self, move: _Move, error: Exception | None) -> None:
+        self._unanswered -= 1
+        move.moved(error)
 
     def _close(self) -> None:
         """Copy the logs into the databases and close them.
@@ -285,6 +335,9 @@ class Worker:
         first = self._wait()
         batch: list[Request] = []
         while first is not None:
+            if isinstance(first, _Move):
+                self._move = first
+                return batch, False
             if isinstance(first, Request):
                 batch.append(first)
             if len(batch) == BATCH_MAX:
@@ -295,7 +348,7 @@ class Worker:
                 return batch, False
         return batch, True
 
-    def _wait(self) -> Request | _Look | None:
+    def _wait(self) -> Request | _Look | _Move | None:
         """Return what is queued next. Meanwhile, checkpoint in a quiet moment."""
         while True:
             with self._running:

@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_facts import Asker
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import Handler
+    from fpfs.daemon.device_changes import DeviceChanges
     from fpfs.daemon.groups import Groups
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.launch import ServerConfig
     from fpfs.daemon.namespace import Namespace
     from fpfs.daemon.policies import Policies
-    from fpfs.daemon.registry import DeviceRegistry
     from fpfs.daemon.versions import Versions
 
 EXIT_RENEWED = 4
@@ -85,7 +85,7 @@ class ControlledServer:
         self,
         *,
         config: ServerConfig,
-        registry: DeviceRegistry,
+        changes: DeviceChanges,
         catalog: Catalog,
         engine: Engine,
         namespace: Namespace,
@@ -98,7 +98,7 @@ class ControlledServer:
     ) -> None:
         """Keep the parts; none of them is closed here."""
         self._config = config
-        self._registry = registry
+        registry = self._registry = changes.registry
         self._catalog = catalog
         self._engine = engine
         self._namespace = namespace
@@ -134,7 +134,7 @@ class ControlledServer:
             ListVersions: self.list_versions,
             RestoreVersion: self.restore,
             CommitGroup: self.commit_group,
-            **DeviceControl(registry=registry).handlers,
+            **DeviceControl(changes).handlers,
             **self.tracing.handlers,
         }
         self._scrub = Scrub(

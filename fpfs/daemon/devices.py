@@ -6,27 +6,24 @@ which backing filesystem and inode the directory lay, so that a copy is not take
 
 Invariants:
   * A directory is stamped only when it was empty (``lost+found`` aside) and locked.
-  * All devices of one mount carry the same filesystem id, and every number of 0..count-1 once.
-  * While a `DeviceSet` is open, each of its directories is locked (flock) by this process.
+  * All devices of one mount carry the same filesystem id, and every number that was given and not
+    taken back once.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import uuid
 from collections.abc import Sequence
-from types import TracebackType
-from typing import NamedTuple
-
-import msgspec
 
 from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused
-from fpfs.daemon.missing import MissingDevice, Search, set_apart
+from fpfs.daemon.device_set import OBJECTS_NAME, DeviceSet
+from fpfs.daemon.missing import CATALOG_DEVICES_FIRST, MissingDevice, Search, set_apart
 from fpfs.daemon.stamp import (
     FORMAT_VERSION,
     LOCK_NAME,
+    STAMP_MADE_NAME,
     Stamp,
     lock_directory,
     lock_unnoted,
@@ -37,88 +34,6 @@ from fpfs.daemon.stamp import (
 )
 
 DEVICES_MAX = 65_535
-OBJECTS_NAME = "objects"
-CATALOG_COPIES = 2
-"""Devices that hold a copy of the catalog, where there are as many."""
-
-
-class DeviceDirectory(NamedTuple):
-    """One device of an open set."""
-
-    number: int
-    path: str
-    device_id: str
-
-    @property
-    def objects_path(self) -> str:
-        """The folder of its objects."""
-        return os.path.join(self.path, OBJECTS_NAME)
-
-
-class DeviceSet:
-    """The locked devices of one filesystem, in order of their numbers; close() unlocks them."""
-
-    def __init__(
-        self,
-        *,
-        filesystem_id: str,
-        devices: Sequence[DeviceDirectory],
-        lock_fds: Sequence[int],
-        formatted: bool,
-        notes: Sequence[str],
-        missing: Sequence[MissingDevice] = (),
-    ) -> None:
-        """Take over the locks. `formatted`: the directories were empty until now."""
-        self.filesystem_id = filesystem_id
-        self.devices = tuple(devices)
-        self.formatted = formatted
-        self.notes = tuple(notes)
-        self.missing = tuple(missing)
-        """Devices that the filesystem has, too, and that cannot be used in this mount."""
-        self._lock_fds = list(lock_fds)
-
-    @property
-    def catalog_directories(self) -> tuple[str, ...]:
-        """The directories that hold copies of the catalog: devices 0 and 1."""
-        return tuple(device.path for device in self.devices if device.number < CATALOG_COPIES)
-
-    @property
-    def missing_catalog_directories(self) -> tuple[str, ...]:
-        """Where copies of the catalog were that are missing with their devices."""
-        return tuple(device.path for device in self.missing if device.number < CATALOG_COPIES)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all devices, those that are missing, too: what layouts go by."""
-        return tuple(
-            sorted(
-                [device.number for device in self.devices] + [lost.number for lost in self.missing]
-            )
-        )
-
-    def close(self) -> None:
-        """Unlock the directories, also where another process holds the same descriptors."""
-        while self._lock_fds:
-            fcntl.flock(self._lock_fds[-1], fcntl.LOCK_UN)
-            os.close(self._lock_fds.pop())
-
-    @property
-    def lock_fds(self) -> tuple[int, ...]:
-        """The descriptors that hold the locks, in the order in which the devices were named."""
-        return tuple(self._lock_fds)
-
-    def __enter__(self) -> DeviceSet:
-        """Return the set; leaving the block closes it."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Unlock the directories."""
-        self.close()
 
 
 def open_devices(
@@ -150,7 +65,7 @@ def open_devices(
         fresh = [stamp is None for stamp in stamps]
         for path, is_fresh in zip(resolved, fresh, strict=True):
             if is_fresh:
-                _check_empty(path, asked=asked)
+                check_empty(path, asked=asked)
         _check_all_or_none_fresh(resolved, fresh, asked=asked)
         if any(fresh) and not may_format:
             raise Refused(
@@ -158,7 +73,7 @@ def open_devices(
                 wrong=f"{resolved[0]} is empty, and a read-only mount does not format",
                 remedy="mount it writable once, or run fpfs format",
             )
-        for path in resolved[len(lock_fds) :]:
+        for path in () if held_fds else resolved:
             lock_fds += [
                 lock_directory(path, mountpoint=mountpoint, asked=asked, holder_pid=holder_pid)
             ]
@@ -168,7 +83,7 @@ def open_devices(
         else:
             known = [stamp for stamp in stamps if stamp]
             _check_stamps(resolved, known, asked=asked, adopt=adopt)
-            missing = search.missing(known, catalog_copies=CATALOG_COPIES, asked=asked)
+            missing = search.missing(known, asked=asked)
         return _opened(known, resolved, lock_fds, missing, formatted=all(fresh))
     except BaseException:
         for lock_fd in lock_fds:
@@ -198,23 +113,12 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
         for path in resolved:
             lock_fds += [lock_unnoted(path, asked=asked, alone=to_change)]
         _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
-        Search(paths, {}, is_degraded=False).missing(
-            stamps, catalog_copies=CATALOG_COPIES, asked=asked
-        )
+        Search(paths, {}, is_degraded=False).missing(stamps, asked=asked)
     except BaseException:
         for lock_fd in lock_fds:
             os.close(lock_fd)
         raise
-    return DeviceSet(
-        filesystem_id=stamps[0].filesystem_id,
-        devices=sorted(
-            DeviceDirectory(stamp.device_number, path, stamp.device_id)
-            for stamp, path in zip(stamps, resolved, strict=True)
-        ),
-        lock_fds=lock_fds,
-        formatted=False,
-        notes=(),
-    )
+    return DeviceSet(stamps, resolved, lock_fds=lock_fds)
 
 
 def _opened(
@@ -225,25 +129,16 @@ def _opened(
     *,
     formatted: bool,
 ) -> DeviceSet:
-    devices = sorted(
-        DeviceDirectory(stamp.device_number, path, stamp.device_id)
-        for stamp, path in zip(stamps, paths, strict=True)
-    )
-    places = {device.number: device.path for device in devices}
-    places.update({device.number: device.path for device in missing})
-    ordered_paths = tuple(places[number] for number in sorted(places))
-    for stamp, path in zip(stamps, paths, strict=True):
-        current = msgspec.structs.replace(stamp, paths=ordered_paths, backing=read_backing(path))
-        if current != stamp:
-            write_stamp(path, current)
-    return DeviceSet(
-        filesystem_id=stamps[0].filesystem_id,
-        devices=devices,
+    devices = DeviceSet(
+        stamps,
+        paths,
         lock_fds=lock_fds,
         formatted=formatted,
-        notes=_shared_backing_notes([device.path for device in devices]),
+        notes=_shared_backing_notes(paths),
         missing=missing,
     )
+    devices.restamp()
+    return devices
 
 
 def _shared_backing_notes(paths: Sequence[str]) -> list[str]:
@@ -267,20 +162,25 @@ def _check_paths(paths: Sequence[str], *, asked: str) -> list[str]:
         )
     resolved: list[str] = []
     for path in paths:
-        real = os.path.realpath(path)
-        if not os.path.isdir(real):
-            with refusing(path, asked=asked):
-                state = "is not a directory" if _exists(real) else "does not exist"
-            raise Refused(
-                asked=asked,
-                wrong=f"the device directory {path} {state}",
-                remedy="name an empty directory on the device, or one that fpfs formatted; fpfs"
-                " mount --degraded does without a device that is lost",
-            )
-        for other in resolved:
-            _check_apart(real, other, asked=asked)
-        resolved.append(real)
+        resolved.append(check_directory(path, resolved, asked=asked))
     return resolved
+
+
+def check_directory(path: str, others: Sequence[str], *, asked: str) -> str:
+    """The resolved path of a directory that lies apart from others. Raises `Refused`."""
+    real = os.path.realpath(path)
+    if not os.path.isdir(real):
+        with refusing(path, asked=asked):
+            state = "is not a directory" if _exists(real) else "does not exist"
+        raise Refused(
+            asked=asked,
+            wrong=f"the device directory {path} {state}",
+            remedy="name an empty directory on the device, or one that fpfs formatted; fpfs"
+            " mount --degraded does without a device that is lost",
+        )
+    for other in others:
+        _check_apart(real, other, asked=asked)
+    return real
 
 
 def _exists(path: str) -> bool:
@@ -307,10 +207,11 @@ def _check_apart(path: str, other: str, *, asked: str) -> None:
         )
 
 
-def _check_empty(path: str, *, asked: str) -> None:
+def check_empty(path: str, *, asked: str) -> None:
+    """Refuse a directory that has anything in it. Raises `Refused`."""
     with refusing(path, asked=asked):
-        # A lock alone is what a refused or interrupted format leaves.
-        found = sorted(set(os.listdir(path)) - {"lost+found", LOCK_NAME})
+        # A lock alone, or a stamp never finished, is what a refused or interrupted format leaves.
+        found = sorted(set(os.listdir(path)) - {"lost+found", LOCK_NAME, STAMP_MADE_NAME})
     if found:
         raise Refused(
             asked=asked,
@@ -386,6 +287,7 @@ def _format(paths: Sequence[str], *, asked: str) -> Sequence[Stamp]:
                 device_count=len(paths),
                 backing=read_backing(path),
                 paths=tuple(paths),
+                catalog_devices=CATALOG_DEVICES_FIRST[: len(paths)],
             )
             os.mkdir(os.path.join(path, OBJECTS_NAME), 0o700)
             write_stamp(path, stamp)

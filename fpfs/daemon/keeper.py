@@ -56,7 +56,8 @@ RETRY_S = 1.0
 DESCRIPTORS_MAX = 253
 """What one message over a Unix socket can carry (SCM_MAX_FD)."""
 
-_MESSAGE_BYTES_MAX = 4096
+_MESSAGE_BYTES_MAX = 64 * 1024
+"""More than a path takes as JSON."""
 
 FAULTS = frozenset(
     {
@@ -80,21 +81,26 @@ STATE_FORMAT = 1
 class Notice(enum.StrEnum):
     """What a server tells its keeper.
 
-    Here is what to hold; requests are answered; it ends; it leaves its place to the program that is
-    installed by now.
+    Here is what to hold; locks need not be held any more; requests are answered; it ends; it leaves
+    its place to the program that is installed by now.
     """
 
     HOLD = "hold"
+    LET_GO = "let go"
     SERVING = "serving"
     ENDING = "ending"
     RENEWING = "renewing"
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message; descriptors come beside it. `device` is the mount's ``major:minor``."""
+    """One message; descriptors come beside it. `device` is the mount's ``major:minor``.
+
+    `lock` is the path of a device's.
+    """
 
     notice: Notice
     device: str = ""
+    lock: str = ""
 
 
 class KeeperState(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +149,17 @@ class KeeperLink:
             now = descriptors[first : first + DESCRIPTORS_MAX]
             with contextlib.suppress(ConnectionError):
                 socket.send_fds(self._socket, [message], now)
+
+    def hold_lock(self, lock_fd: int) -> None:
+        """Give the keeper its own hold of the lock of a device that is being added."""
+        message = msgspec.json.encode(_Message(notice=Notice.HOLD))
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self._socket, [message], [lock_fd])
+
+    def let_go(self, lock: str) -> None:
+        """Have the keeper close the lock of a device, whose path is `lock`."""
+        with contextlib.suppress(ConnectionError):
+            self._socket.send(msgspec.json.encode(_Message(notice=Notice.LET_GO, lock=lock)))
 
     def serving(self) -> None:
         """Tell the keeper that this server has come so far that it answers."""
@@ -260,6 +277,16 @@ class Keeper:
                 return f"{FAULTS_MAX} servers within {FAULTS_S} s died of what they did"
         return ""
 
+    def _close_lock(self, lock: str) -> None:
+        """Close what a server has unlocked. The first descriptor is that of /dev/fuse.
+
+        By name, since a filesystem that failed tells nothing else of an open file.
+        """
+        for lock_fd in self._descriptors[1:]:
+            if os.readlink(f"/proc/self/fd/{lock_fd}").removesuffix(" (deleted)") == lock:
+                self._descriptors.remove(lock_fd)
+                os.close(lock_fd)
+
     def _let_go(self) -> None:
         """Leave no mount: the last server died before it told of it, or while it ended it."""
         while self._descriptors:
@@ -373,8 +400,10 @@ class Keeper:
         message = msgspec.json.decode(data, type=_Message)
         match message.notice:
             case Notice.HOLD:
-                self._device = message.device
+                self._device = message.device or self._device
                 self._descriptors += descriptors
+            case Notice.LET_GO:
+                self._close_lock(message.lock)
             case Notice.SERVING:
                 self._serving = True
                 self._pass_signals_on()

@@ -23,7 +23,8 @@ from fpfs.core.options import MountOptions
 from fpfs.core.questions import FlushAll, WaitForEnd
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.reports import Flushed
-from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.device_set import DeviceSet
+from fpfs.daemon.devices import open_devices
 from fpfs.daemon.mounting import (
     MOUNT_DEAD,
     check_mountpoint,

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fpfs.core.refusal import Refused
 from fpfs.daemon.device_files import open_regular
-from fpfs.daemon.stamp import LOCK_NAME, Stamp, read_stamp
+from fpfs.daemon.stamp import LOCK_NAME, Stamp, newest, read_stamp
 
 LOST = frozenset(
     {
@@ -41,6 +41,10 @@ REMEDY = (
 )
 
 
+CATALOG_DEVICES_FIRST = (0, 1)
+"""Devices that hold a copy of the catalog where nothing else is said, where there are as many."""
+
+
 class MissingDevice(NamedTuple):
     """A device that this mount does without. `path` is where it is expected, or was last."""
 
@@ -56,30 +60,29 @@ class Search(NamedTuple):
     troubles: Mapping[str, str]
     is_degraded: bool
 
-    def missing(
-        self, stamps: Sequence[Stamp], *, catalog_copies: int, asked: str
-    ) -> Sequence[MissingDevice]:
+    def missing(self, stamps: Sequence[Stamp], *, asked: str) -> Sequence[MissingDevice]:
         """Devices that the stamps tell of and none is of. `Refused` where they are needed."""
-        first = stamps[0]
+        last = newest(stamps)
         found = {stamp.device_number for stamp in stamps}
-        absent = [number for number in range(first.device_count) if number not in found]
         devices = []
-        for number in absent:
-            path = first.paths[number] if number < len(first.paths) else ""
+        for number in sorted(set(range(last.device_count)) - found - set(last.removed)):
+            path = last.paths[number] if number < len(last.paths) else ""
             devices.append(MissingDevice(number, path, self.troubles.get(path, "it was not named")))
         if devices and not self.is_degraded:
-            raise Refused(
-                asked=asked,
-                wrong=f"of {first.device_count} devices, {_describe(devices)}",
-                remedy=REMEDY,
-            )
-        if devices and not any(number < catalog_copies for number in found):
+            raise refuse_without(devices, of=last.device_count - len(last.removed), asked=asked)
+        holders = last.catalog_devices or CATALOG_DEVICES_FIRST
+        if devices and not found.intersection(holders):
             raise Refused(
                 asked=asked,
                 wrong=f"{_describe(devices)}, and no other device has the catalog",
-                remedy="bring back device 0 or 1",
+                remedy=f"bring back device {' or '.join(map(str, holders))}",
             )
         return devices
+
+
+def refuse_without(devices: Sequence[MissingDevice], *, of: int, asked: str) -> Refused:
+    """The refusal of a mount that would have to do without devices, `of` so many."""
+    return Refused(asked=asked, wrong=f"of {of} devices, {_describe(devices)}", remedy=REMEDY)
 
 
 def _describe(devices: Sequence[MissingDevice]) -> str:
@@ -98,11 +101,12 @@ def set_apart(search: Search, *, asked: str, held_fds: Sequence[int]) -> Search:
     With `held_fds`, locks that a server before held, only those are used that it held.
     Raises `Refused` when none is left.
     """
-    # By name, since a filesystem that failed tells nothing else of an open file.
-    held = {os.path.dirname(os.readlink(f"/proc/self/fd/{held_fd}")) for held_fd in held_fds}
+    held = [folder_of_lock(held_fd) for held_fd in held_fds]
     usable: list[str] = []
     troubles: dict[str, str] = {}
-    for path in search.paths:
+    named = [os.path.realpath(path) for path in search.paths]
+    # What was added to the mount since it was made is among the locks alone.
+    for path in [*search.paths, *(folder for folder in held if folder not in named)]:
         real = os.path.realpath(path)
         trouble = _trouble(real, held, asked=asked)
         if trouble:
@@ -119,7 +123,15 @@ def set_apart(search: Search, *, asked: str, held_fds: Sequence[int]) -> Search:
     return search._replace(paths=usable, troubles=troubles)
 
 
-def _trouble(path: str, held: set[str], *, asked: str) -> str:
+def folder_of_lock(lock_fd: int) -> str:
+    """Return the directory that a descriptor locks.
+
+    By name, since a filesystem that failed tells nothing else of an open file.
+    """
+    return os.path.dirname(os.readlink(f"/proc/self/fd/{lock_fd}"))
+
+
+def _trouble(path: str, held: Collection[str], *, asked: str) -> str:
     """Why a directory cannot be used; "" if it can."""
     try:
         if not os.listdir(path):

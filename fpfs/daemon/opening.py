@@ -24,7 +24,7 @@ from fpfs.daemon.control import Access
 from fpfs.daemon.places import CPU_LATENCY, arena_path
 
 if TYPE_CHECKING:
-    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.device_set import DeviceSet
     from fpfs.daemon.launch import ServerConfig
     from fpfs.daemon.registry import DeviceRegistry
 
@@ -81,7 +81,9 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     """
     paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
     absent = [Path(folder, CATALOG_NAME) for folder in devices.missing_catalog_directories]
-    unused = not any(any(os.scandir(device.objects_path)) for device in devices.devices)
+    unused = not devices.joining and not any(
+        any(os.scandir(device.objects_path)) for device in devices.devices
+    )
     is_new = unused and not devices.missing and not any(path.exists() for path in paths)
     if is_new:
         Catalog.format(

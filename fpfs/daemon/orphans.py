@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
-    from fpfs.daemon.devices import DeviceDirectory
+    from fpfs.daemon.device_set import DeviceDirectory
 
 log = logging.getLogger(__name__)
 

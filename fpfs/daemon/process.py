@@ -26,7 +26,7 @@ from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import Flushed
 from fpfs.daemon import mounting, renewal
-from fpfs.daemon.devices import DeviceSet
+from fpfs.daemon.device_set import DeviceSet
 from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink, KeeperState
 from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
 from fpfs.daemon.places import ARENA_FOLDER

@@ -20,15 +20,15 @@ import msgspec
 
 from fpfs.core.device_names import TagChange, describe_devices, devices_named
 from fpfs.core.errors import NoSuchEntry
-from fpfs.daemon.catalog_devices import change_tags, fetch_devices
+from fpfs.daemon.catalog_devices import add_device, change_tags, fetch_devices
 from fpfs.daemon.catalog_schema import DeviceUse
-from fpfs.daemon.devices import DeviceDirectory
+from fpfs.daemon.device_set import DeviceDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from fpfs.daemon.catalog import Catalog, DeviceRecord
-    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.device_set import DeviceSet
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +70,8 @@ class DeviceRegistry:
 
     def _apply(self, records: Sequence[DeviceRecord]) -> None:
         """Follow the catalog."""
+        self.records = tuple(records)
+        """What the catalog has, removed devices, too."""
         self.members: tuple[Member, ...] = tuple(
             Member(
                 number=record.number,
@@ -123,7 +125,7 @@ class DeviceRegistry:
         if len(found) > 1:
             numbers = ", ".join(map(str, found))
             raise NoSuchEntry(f"{name!r} names devices {numbers}: name one by its number")
-        return next(member for member in self.members if member.number == found[0])
+        return self.member(found[0])
 
     def named_by_any(self, names: Iterable[str]) -> tuple[int, ...]:
         """Return the numbers that any of the names stands for, each once, in order."""
@@ -136,6 +138,15 @@ class DeviceRegistry:
         """
         await self._catalog.write(lambda t: change_tags(t, number, change), apply=self._apply)
         await self._catalog.make_durable()
+        return self.member(number)
+
+    async def add(self, device: DeviceRecord) -> None:
+        """Enter a device that the mount has opened. Raises what `Catalog.write` does."""
+        self._places[device.number] = device.path
+        await self._catalog.write(lambda t: add_device(t, device), apply=self._apply)
+
+    def member(self, number: int) -> Member:
+        """Return the device with a number."""
         return next(member for member in self.members if member.number == number)
 
     async def reload(self) -> None:

@@ -39,13 +39,16 @@ from fpfs.core.engine import (
 )
 from fpfs.core.mounts import mount_at
 from fpfs.core.native_engine import NativeEngine
+from fpfs.core.refusal import Refused
 from fpfs.core.reports import Flushed, RecoveryStatus
 from fpfs.daemon import mounting, orphans
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
 from fpfs.daemon.controlled import ControlledServer
-from fpfs.daemon.devices import DeviceSet, open_devices
+from fpfs.daemon.device_changes import DeviceChanges
+from fpfs.daemon.device_set import DeviceSet
+from fpfs.daemon.devices import open_devices
 from fpfs.daemon.ending import Ending
 from fpfs.daemon.groups import Groups
 from fpfs.daemon.inodes import InodeTable
@@ -64,7 +67,6 @@ from fpfs.daemon.opening import (
 )
 from fpfs.daemon.operations import Operations
 from fpfs.daemon.policies import Policies
-from fpfs.daemon.registry import DeviceRegistry
 from fpfs.daemon.requests import Requests
 from fpfs.daemon.scrape import Scrape
 from fpfs.daemon.takeover import TakeOver
@@ -88,6 +90,8 @@ _log = logging.getLogger("fpfs.server")
 class Server:
     """One mounted filesystem, from the first request to the last."""
 
+    _connection_control: mounting.ConnectionControl | None = None
+
     def __init__(
         self,
         *,
@@ -108,19 +112,20 @@ class Server:
         self._inherited = inherited
         self._config = config
         self._devices = devices
-        self._registry = DeviceRegistry(catalog=catalog, devices=devices)
+        at = config.mountpoint
+        self._changes = DeviceChanges(at, devices, catalog=catalog, engine=engine, link=link)
+        registry = self._changes.registry
         self._catalog = catalog
         self._engine = engine
-        inodes = InodeTable(catalog=catalog, engine=engine)
+        self._inodes = inodes = InodeTable(catalog=catalog, engine=engine)
         self._policies = Policies(
             catalog,
             defaults=default_policy(config.options),
-            mount=functools.partial(mount_facts, config.options, self._registry),
+            mount=functools.partial(mount_facts, config.options, registry),
         )
         self._versions = Versions(
             catalog=catalog, engine=engine, inodes=inodes, policies=self._policies
         )
-        self._inodes = inodes
         self._commit = Commit(
             catalog=catalog,
             engine=engine,
@@ -141,7 +146,9 @@ class Server:
             requests=self._requests,
             versions=self._versions,
             groups=self._groups,
-            device_paths=lambda: {each.number: each.path for each in self._registry.present},
+            device_paths=lambda: {
+                each.number: each.path for each in self._changes.registry.present
+            },
         )
         self._controlled = self._make_controlled()
         self._metrics_scope = trio.CancelScope()
@@ -152,7 +159,7 @@ class Server:
     def _make_controlled(self) -> ControlledServer:
         return ControlledServer(
             config=self._config,
-            registry=self._registry,
+            changes=self._changes,
             catalog=self._catalog,
             engine=self._engine,
             namespace=self._namespace,
@@ -262,11 +269,11 @@ class Server:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
         with contextlib.suppress(OSError):  # it is in the log
             removed = await orphans.collect(
-                catalog=self._catalog, engine=self._engine, devices=self._registry.present
+                catalog=self._catalog, engine=self._engine, devices=self._changes.registry.present
             )
             self._controlled.collected(removed)
             # Those on a device that is missing are looked for when it is back.
-            self._catalog.ended_cleanly = not self._registry.missing
+            self._catalog.ended_cleanly = not self._changes.registry.missing
 
     async def _run_beside(
         self,
@@ -311,6 +318,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
             nursery.start_soon(self._controlled.tracing.run)
+            nursery.start_soon(self._changes.ensure_copies)
             nursery.start_soon(let_go)
             nursery.start_soon(self._relay_events, ending)
             if not self._catalog.ended_cleanly:
@@ -418,7 +426,7 @@ class Server:
             devices = self._engine.statistics().devices.values()
             has_failed = any(each.failed or each.errors for each in devices)
             await trio.to_thread.run_sync(self._engine.close)
-            if self._registry.missing or has_failed or self._commit.statistics().failures:
+            if self._changes.registry.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
             await self._settle_groups()
@@ -429,6 +437,17 @@ class Server:
         """Note that groups stay as they are; where that fails they go, as after a crash."""
         with contextlib.suppress(OSError):
             await self._groups.settle()
+
+
+async def settle_devices(
+    devices: DeviceSet, catalog: Catalog, link: KeeperLink, *, is_degraded: bool, asked: str
+) -> None:
+    """Follow the catalog where a server died over a change of the devices. Raises `Refused`."""
+    has_changed = devices.settle(catalog.devices, is_degraded=is_degraded, asked=asked)
+    for lock in devices.unlock_strangers():
+        link.let_go(lock)
+    if has_changed:
+        await trio.to_thread.run_sync(devices.devices_changed, catalog.devices)
 
 
 async def serve(
@@ -450,8 +469,6 @@ async def serve(
         held_fds=inherited.lock_fds if inherited else (),
         holder_pid=link.keeper_pid,
     ) as devices:
-        for note in devices.notes:
-            _log.info("%s", note)
         for missing in devices.missing:
             _log.warning(
                 "device %d is missing (%s: %s): what lies there gives EIO, new chunks avoid it",
@@ -460,10 +477,14 @@ async def serve(
             )
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
+            is_degraded = config.options.degraded or inherited is not None
+            await settle_devices(
+                devices, catalog, link, is_degraded=is_degraded, asked=config.asked
+            )
             check_identity(catalog, devices)
             how = engine_config(config, devices, object_base=catalog.object_base)
             engine = NativeEngine(how)
-        except OSError:
+        except (OSError, Refused):
             await catalog.close()
             raise
         server = Server(

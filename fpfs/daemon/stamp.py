@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,8 @@ from fpfs.daemon.device_files import make_regular, open_folder, open_regular, re
 
 FORMAT_VERSION = 1
 STAMP_NAME = "fpfs.json"
+STAMP_MADE_NAME = f".{STAMP_NAME}.new"
+"""What a stamp is called until it is whole."""
 LOCK_NAME = "lock"
 
 STAMP_BYTES_MAX = 64 * 1024 * 1024
@@ -44,15 +46,34 @@ class Backing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of ``fpfs.json``. `paths` are the directories of the last mount, for messages."""
+    """Content of ``fpfs.json``. `paths` are the directories of the last mount, for messages.
+
+    What it says of other devices may be older than what their stamps say: that of the largest
+    `generation` holds.
+    """
 
     format_version: int
     filesystem_id: str
     device_number: int
     device_id: str
     device_count: int
+    """How many numbers were ever given to devices."""
     backing: Backing
     paths: tuple[str, ...]
+    """By number."""
+    removed: tuple[int, ...] = ()
+    """Numbers of devices that there are no more."""
+    catalog_devices: tuple[int, ...] = ()
+    """Which devices hold a copy of the catalog; empty: those of 0 and 1 that there are."""
+    generation: int = 0
+    """Grows with every change of the devices."""
+    joining: bool = False
+    """Whether this device was being added when it was written: the catalog says if it was."""
+
+
+def newest(stamps: Sequence[Stamp]) -> Stamp:
+    """Return the stamp that knows of the last change of the devices."""
+    return max(stamps, key=lambda stamp: (not stamp.joining, stamp.generation))
 
 
 class _StampVersion(msgspec.Struct):
@@ -110,7 +131,7 @@ def read_backing(path: str) -> Backing:
 
 def write_stamp(path: str, stamp: Stamp) -> None:
     """Replace the stamp durably: whole or not at all."""
-    temporary = os.path.join(path, f".{STAMP_NAME}.new")
+    temporary = os.path.join(path, STAMP_MADE_NAME)
     content = msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n"
     stamp_fd = make_regular(temporary)
     try:

@@ -26,6 +26,7 @@ from fpfs.core.engine import (
     SEGMENT_BLOCKS,
     Connection,
     Damage,
+    DeviceConfig,
     EngineConfig,
     Event,
     FileAttributes,
@@ -545,6 +546,18 @@ class MemoryEngine:
         self.calls.append(("remove_objects", tuple(objects)))
         for identity in objects:
             self.devices.objects.pop(identity, None)
+
+    async def add_device(self, device: DeviceConfig, *, draining: bool) -> None:
+        """See `Engine.add_device`: objects are made on any."""
+        self.calls.append(("add_device", device.number, draining))
+
+    def set_draining(self, number: int, *, draining: bool) -> None:
+        """See `Engine.set_draining`."""
+        self.calls.append(("set_draining", number, draining))
+
+    async def remove_device(self, number: int) -> None:
+        """See `Engine.remove_device`."""
+        self.calls.append(("remove_device", number))
 
     async def verify(self, ranges: Sequence[StoredRange]) -> Sequence[Damage]:
         """Compare blocks with their checksums; what is gone cannot be read."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fpfs.core.device_names import TAGS_MAX
-from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted, run_fpfs
+from tests.support.contents import random_bytes
 from tests.support.servers import kill
 
 CTL = "fpfs.cli.ctl"
@@ -84,3 +91,129 @@ def test_what_names_no_device_is_refused(mount: Mount) -> None:
         "tag", mount.root, "0", *many
     )
     assert tags(mount) == [["fast"], ["fast"]]
+
+
+def add(mount: Mount, name: str = "added") -> Path:
+    """Add a fresh directory as a device."""
+    folder = mount.folder / name
+    folder.mkdir()
+    device("add", mount.root, folder)
+    mount.devices = (*mount.devices, folder)
+    return folder
+
+
+def content_bytes(folder: Path) -> int:
+    """Bytes of the objects on a device, those that are kept ready left out."""
+    return sum(path.stat().st_size for path in (folder / "objects").rglob("*") if path.is_file())
+
+
+def check_sound(mount: Mount) -> None:
+    """Check an unmounted filesystem, with all contents."""
+    report = json.loads(check_fpfs("fsck", "--data", "--json", *mount.devices))
+    assert report["findings"] == []
+
+
+def test_new_files_use_an_added_device_at_once() -> None:
+    with mounted(devices=1) as mount:
+        before = random_bytes(2_000_000, seed=1)
+        (mount.root / "before").write_bytes(before)
+        free = os.statvfs(mount.root).f_blocks
+        folder = add(mount)
+        after = random_bytes(5_000_000, seed=2)
+        (mount.root / "after").write_bytes(after)
+        mount.flush()
+        assert content_bytes(folder) >= 2_000_000
+        assert [each["has_catalog"] for each in devices(mount)] == [True, True]
+        assert os.statvfs(mount.root).f_blocks == free  # both lie on one filesystem
+        for _ in range(2):
+            assert (mount.root / "before").read_bytes() == before
+            assert (mount.root / "after").read_bytes() == after
+            assert mount.status().catalog.copies_in_service == 2
+            mount.remount()
+        mount.unmount()
+        check_sound(mount)
+
+
+def test_a_mount_without_the_added_device_is_refused() -> None:
+    with mounted(devices=2) as mount:
+        mount.allow_log("mount at .* is missing")
+        folder = add(mount)
+        mount.unmount()
+        mount.devices = mount.devices[:2]
+        with pytest.raises(CommandFailed, match=rf"device 2 \(last at {folder}\) is missing"):
+            mount.mount()
+        mount.devices = (*mount.devices, folder)
+        mount.mount()
+        assert len(devices(mount)) == 3
+
+
+def test_what_cannot_be_added_is_refused(mount: Mount, tmp_path: Path) -> None:
+    for path, said in {
+        mount.devices[1]: "is device 1 already",
+        mount.root: "lies under the mountpoint",
+        mount.root.parent: "lie within each other",
+        tmp_path / "none": "does not exist",
+    }.items():
+        assert said in refusal("add", mount.root, path)
+    assert len(devices(mount)) == 2
+
+
+def test_servers_that_take_over_know_an_added_device() -> None:
+    with mounted(devices=1) as mount:
+        mount.expect_log("server .* died")
+        folder = add(mount)
+        content = random_bytes(3_000_000, seed=3)
+        (mount.root / "a").write_bytes(content)
+        kill(mount)
+        assert [each["state"] for each in devices(mount)] == ["ok", "ok"]
+        assert (mount.root / "a").read_bytes() == content
+        (mount.root / "b").write_bytes(content)
+        check_fpfs("restart", mount.root, module=CTL)
+        mount.note_processes()
+        add(mount, "another")
+        kill(mount)
+        assert [each["number"] for each in devices(mount)] == [0, 1, 2]
+        assert (mount.root / "b").read_bytes() == content
+        with pytest.raises(CommandFailed, match="is in use"):
+            check_fpfs("fsck", folder)
+        mount.unmount()
+        check_sound(mount)
+
+
+def test_a_server_that_dies_while_it_adds_one_leaves_it_out_or_in() -> None:
+    """Killed at moments spread over the time that adding takes, under a running save."""
+    with mounted(devices=1) as mount:
+        mount.allow_log("server .* died|is left out")
+        outcomes = set()
+        content = random_bytes(20_000_000, seed=4)
+        for round_ in range(6):
+            folder = mount.folder / f"added{round_}"
+            folder.mkdir()
+            before = len(devices(mount))
+            with (mount.root / f"file{round_}").open("wb", buffering=0) as file:
+                file.write(content[:10_000_000])
+                adding = subprocess.Popen(
+                    [sys.executable, "-m", CTL, "device", "add", mount.root, folder],
+                    stderr=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+                while not (folder / "lock").exists():
+                    assert adding.poll() is None, "it is not added"
+                time.sleep(0.004 * round_)  # no condition tells of the moments in between
+                kill(mount)
+                adding.wait(timeout=60)
+                file.write(content[10_000_000:])
+            now = len(devices(mount))
+            outcomes.add(now - before)
+            if now == before:
+                device("add", mount.root, folder)
+            mount.devices = (*mount.devices, folder)
+            assert len(devices(mount)) == before + 1
+        for round_ in range(6):
+            assert (mount.root / f"file{round_}").read_bytes() == content
+        mount.remount()
+        for round_ in range(6):
+            assert (mount.root / f"file{round_}").read_bytes() == content
+        mount.unmount()
+        check_sound(mount)
+        assert outcomes <= {0, 1}

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fpfs.daemon.devices import OBJECTS_NAME
+from fpfs.daemon.device_set import OBJECTS_NAME
 from fpfs.daemon.places import ARENA_FOLDER, arena_path, make_runtime_folder
 from fpfs.daemon.stamp import STAMP_NAME, read_stamp, write_stamp
 from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted

@@ -12,7 +12,7 @@ from fpfs.core.engine import DeviceConfig, EngineConfig, ObjectId
 from fpfs.core.native_engine import NativeEngine
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_schema import flush_directory, row_crc
-from fpfs.daemon.devices import DeviceDirectory
+from fpfs.daemon.device_set import DeviceDirectory
 from fpfs.daemon.orphans import collect
 from tests.support.rig import LARGE, rig
 

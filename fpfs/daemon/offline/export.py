@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fpfs.core.layout import Run
-    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.device_set import DeviceSet
 
 DAMAGED_SUFFIX = b".damaged"
 DEPTH_MAX = 1_000

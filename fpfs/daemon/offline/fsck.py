@@ -29,7 +29,9 @@ from fpfs.core.fsck import CheckReport, Finding, Kind
 from fpfs.core.questions import AskStatus
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import DeviceState
-from fpfs.daemon.devices import DeviceDirectory, DeviceSet, find_devices
+from fpfs.daemon.catalog_devices import fetch_devices
+from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
+from fpfs.daemon.devices import find_devices
 from fpfs.daemon.offline.contents import check_contents
 from fpfs.daemon.offline.findings import Found, Paths
 from fpfs.daemon.offline.image import DATABASE, CatalogImage, take_image, take_live_image
@@ -338,7 +340,10 @@ def _no_image(error: OSError | sqlite3.Error, asked: str) -> Refused:
 
 
 def open_image(devices: DeviceSet, folder: Path, *, asked: str) -> CatalogImage | None:
-    """An image of the catalog of devices that nobody uses; None where none was ever made."""
+    """An image of the catalog of devices that nobody uses; None where none was ever made.
+
+    The devices are then those that it knows. Raises `Refused` where one of them was not named.
+    """
     paths = [Path(each, DATABASE) for each in devices.catalog_directories]
     with refusing_image(asked):
         image = take_image(paths, folder=folder, filesystem_id=devices.filesystem_id)
@@ -347,6 +352,13 @@ def open_image(devices: DeviceSet, folder: Path, *, asked: str) -> CatalogImage 
                 f"there is none at {' nor at '.join(str(path) for path in paths)}",
                 remedy="put it back from a backup, without -wal",
             )
+        if image is not None:
+            known = fetch_devices(image.connection)
+            try:
+                devices.settle(known, is_degraded=False, asked=asked)
+            except Refused:
+                image.close()
+                raise
     return image
 
 

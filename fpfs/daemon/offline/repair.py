@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fpfs.core.engine import ObjectId
     from fpfs.daemon.catalog_worker import Transaction
-    from fpfs.daemon.devices import DeviceSet
+    from fpfs.daemon.device_set import DeviceSet
     from fpfs.daemon.offline.findings import Found, Statement
     from fpfs.daemon.offline.objects import Objects
 

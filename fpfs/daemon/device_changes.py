@@ -1,0 +1,162 @@
+"""Devices that are added to a mounted filesystem, while programs use it.
+
+A change of the devices is in three places: the catalog, which decides, the stamps of all devices,
+which a mount reads first, and the locks, which the keeper holds for servers to come.
+
+Invariants:
+  * A device is locked, and the keeper holds its lock, before the catalog knows it: a server that
+    takes over has whatever the catalog names.
+  * The catalog knows a device, durably, before any stamp of another device does, and before any
+    chunk goes there.
+
+Concurrency: trio thread only; one change at a time. A change that has begun is not cancelled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from fpfs.core.engine import DeviceConfig
+from fpfs.core.errors import CatalogError, InvalidOperation
+from fpfs.core.refusal import Refused
+from fpfs.daemon import joining
+from fpfs.daemon.catalog_schema import DeviceRecord
+from fpfs.daemon.opening import CATALOG_NAME
+from fpfs.daemon.registry import DeviceRegistry
+
+if TYPE_CHECKING:
+    from fpfs.core.engine import Engine
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
+    from fpfs.daemon.keeper import KeeperLink
+    from fpfs.daemon.registry import Member
+
+CATALOG_COPIES = 2
+"""Devices that hold a copy of the catalog, where there are as many."""
+
+log = logging.getLogger(__name__)
+
+
+class DeviceChanges:
+    """Changes of the devices of one mount."""
+
+    def __init__(
+        self,
+        mountpoint: str,
+        devices: DeviceSet,
+        *,
+        catalog: Catalog,
+        engine: Engine,
+        link: KeeperLink,
+    ) -> None:
+        """Keep the parts, none of which is closed here; chunks avoid what drains from now on."""
+        self._mountpoint = mountpoint
+        self._devices = devices
+        self.registry = DeviceRegistry(catalog=catalog, devices=devices)
+        self._catalog = catalog
+        self._engine = engine
+        self._link = link
+        self._changing = trio.Lock()
+        for member in self.registry.members:
+            engine.set_draining(member.number, draining=member.is_draining)
+
+    async def add(self, path: str) -> Member:
+        """Add an empty directory as the next device; returns when new files use it.
+
+        Raises OSError: `InvalidOperation` where the directory cannot be one.
+        """
+        async with self._changing:
+            with trio.CancelScope(shield=True):
+                device = await self._take(path)
+                await self._join(device)
+                await trio.to_thread.run_sync(self._devices.devices_changed, self.registry.records)
+                self._engine.set_draining(device.number, draining=False)
+                log.info("%s is device %d from now on", device.path, device.number)
+                await self._ensure_copies()
+        return self.registry.member(device.number)
+
+    async def _take(self, path: str) -> DeviceDirectory:
+        """Lock a directory, for the next servers, too."""
+        take = functools.partial(
+            joining.take_directory,
+            path,
+            self._devices,
+            known_ids={record.device_id for record in self.registry.records},
+            mountpoint=self._mountpoint,
+            holder_pid=self._link.keeper_pid,
+            asked=f"add {path}",
+        )
+        try:
+            device, lock_fd = await trio.to_thread.run_sync(take)
+        except Refused as refused:
+            raise InvalidOperation(f"{refused.wrong}; {refused.remedy}") from refused
+        self._devices.join(device, lock_fd)
+        self._link.hold_lock(lock_fd)
+        return device
+
+    async def _join(self, device: DeviceDirectory) -> None:
+        """Open a locked directory, and let the catalog know it, durably. OSError."""
+        number, path, device_id = device
+        others = [each for each in self._devices.devices if each != device]
+        filesystem_id = self._devices.filesystem_id
+        config = DeviceConfig(number=number, path=device.objects_path)
+        is_open = False
+        try:
+            await trio.to_thread.run_sync(joining.stamp_joining, device, others, filesystem_id)
+            await self._engine.add_device(config, draining=True)
+            is_open = True
+            await self.registry.add(DeviceRecord(number=number, device_id=device_id, path=path))
+        except CatalogError:
+            raise  # whether it knows the device the next mount finds out
+        except OSError:
+            if is_open:
+                await self._engine.remove_device(number)
+            await self._undo(device)
+            raise
+        await self._catalog.make_durable()
+
+    async def _undo(self, device: DeviceDirectory) -> None:
+        """Let go of a directory that did not become a device."""
+        try:
+            give_back = functools.partial(joining.give_back, device.path, asked="undo")
+            await trio.to_thread.run_sync(give_back)
+        except Refused as refused:
+            log.warning("%s", refused)
+        self._devices.leave(device.number)
+        self._link.let_go(device.lock_path)
+
+    async def ensure_copies(self) -> None:
+        """Have two copies of the catalog where there are devices for them. Logs what fails."""
+        async with self._changing:
+            await self._ensure_copies()
+
+    async def _ensure_copies(self) -> None:
+        members = {member.number: member for member in self.registry.members}
+        holders = [number for number in self._devices.catalog_numbers if number in members]
+        spare = [
+            member
+            for member in members.values()
+            if member.number not in holders and not member.is_missing and not member.is_draining
+        ]
+        if len(holders) >= CATALOG_COPIES or not spare:
+            return
+        paths = [
+            Path(members[number].path, CATALOG_NAME)
+            for number in (*holders, spare[0].number)
+            if not members[number].is_missing
+        ]
+        try:
+            await self._catalog.move_copies(*paths)
+        except OSError as error:
+            log.error("the catalog has no second copy: %s", error)
+            return
+        log.info("device %d holds a copy of the catalog from now on", spare[0].number)
+        changed = functools.partial(
+            self._devices.devices_changed, catalog_numbers=(*holders, spare[0].number)
+        )
+        await trio.to_thread.run_sync(changed, self.registry.records)

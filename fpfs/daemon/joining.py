@@ -1,0 +1,159 @@
+"""A directory on its way to become a device of a filesystem that is in use.
+
+Its stamp says so (`Stamp.joining`) until the catalog knows it: a directory that a server died over
+is recognised, and can be added again.
+
+Invariants:
+  * Nothing is written to a directory that is neither empty nor such a one.
+  * No content is removed: what the catalog never knew has empty objects at most.
+
+Concurrency: functions that block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+from fpfs.core.mounts import is_below
+from fpfs.core.refusal import Refused
+from fpfs.daemon.device_set import OBJECTS_NAME, DeviceDirectory
+from fpfs.daemon.devices import DEVICES_MAX, check_directory, check_empty
+from fpfs.daemon.mounting import check_outside
+from fpfs.daemon.stamp import (
+    FORMAT_VERSION,
+    STAMP_NAME,
+    Stamp,
+    lock_directory,
+    read_backing,
+    read_stamp,
+    refusing,
+    write_stamp,
+)
+
+PROBE_NAME = ".direct-probe"
+"""What the engine makes for a moment, to see whether it can write past the page cache."""
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from fpfs.daemon.device_set import DeviceSet
+
+
+def take_directory(
+    path: str,
+    devices: DeviceSet,
+    *,
+    known_ids: Collection[str],
+    mountpoint: str,
+    holder_pid: int,
+    asked: str,
+) -> tuple[DeviceDirectory, int]:
+    """Lock a directory that is to become the next device; returns it and what holds the lock.
+
+    It is empty, or a server died while it added it: the catalog knows the devices `known_ids`.
+    Raises `Refused`.
+    """
+    number = devices.next_number
+    if number >= DEVICES_MAX:
+        raise Refused(
+            asked=asked,
+            wrong=f"a filesystem has {DEVICES_MAX} numbers for devices, and all were given",
+            remedy="copy its files to a new one",
+        )
+    for device in devices.devices:
+        if device.path == os.path.realpath(path):
+            raise Refused(
+                asked=asked,
+                wrong=f"{path} is device {device.number} already",
+                remedy="name an empty directory",
+            )
+    others = [device.path for device in devices.devices if os.path.isdir(device.path)]
+    real = check_directory(path, others, asked=asked)
+    check_outside(mountpoint, [("device directory", real)], asked=asked)
+    if is_below(mountpoint, real):
+        raise Refused(
+            asked=asked,
+            wrong=f"the mountpoint lies in the directory {real}",
+            remedy="name another directory",
+        )
+    _check_free(real, devices, known_ids, asked=asked)
+    lock_fd = lock_directory(real, mountpoint=mountpoint, asked=asked, holder_pid=holder_pid)
+    try:
+        # Again, since another mount may have been quicker.
+        if _check_free(real, devices, known_ids, asked=asked):
+            give_back(real, asked=asked)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return DeviceDirectory(number, real, uuid.uuid4().hex[:16]), lock_fd
+
+
+def _check_free(
+    path: str, devices: DeviceSet, known_ids: Collection[str], *, asked: str
+) -> Stamp | None:
+    """Return the stamp of a directory that was to become a device of this filesystem, if it was.
+
+    Raises `Refused` for what is anything else than that, or empty.
+    """
+    stamp = read_stamp(path, asked=asked)
+    if stamp is None:
+        check_empty(path, asked=asked)
+        return None
+    is_ours = stamp.filesystem_id == devices.filesystem_id
+    if is_ours and stamp.joining and stamp.device_id not in known_ids:
+        return stamp
+    wrong = f"{path} belongs to filesystem {stamp.filesystem_id}"
+    if is_ours:
+        wrong = f"{path} is, or was, device {stamp.device_number} of this filesystem"
+    raise Refused(asked=asked, wrong=wrong, remedy="name an empty directory")
+
+
+def give_back(path: str, *, asked: str) -> None:
+    """Make a directory empty again that never became a device. Raises `Refused`.
+
+    Objects that were made ahead of need are empty; others there cannot be.
+    """
+    objects = os.path.join(path, OBJECTS_NAME)
+    with refusing(path, asked=asked), contextlib.suppress(FileNotFoundError):
+        for folder in sorted(os.scandir(objects), key=lambda entry: entry.name):
+            if folder.name == PROBE_NAME:
+                os.unlink(folder)
+                continue
+            for entry in os.scandir(folder):
+                if entry.stat(follow_symlinks=False).st_size:
+                    raise Refused(
+                        asked=asked,
+                        wrong=f"{path} was never added, and yet {entry.path} is not empty",
+                        remedy="name an empty directory",
+                    )
+                os.unlink(entry)
+            os.rmdir(folder)
+        os.rmdir(objects)
+    with refusing(path, asked=asked), contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, STAMP_NAME))
+
+
+def stamp_joining(device: DeviceDirectory, devices: Sequence[DeviceDirectory], of: str) -> None:
+    """Note durably in a locked, empty directory that it is to become a device of filesystem `of`.
+
+    Raises OSError.
+    """
+    places = {each.number: each.path for each in (*devices, device)}
+    write_stamp(
+        device.path,
+        Stamp(
+            format_version=FORMAT_VERSION,
+            filesystem_id=of,
+            device_number=device.number,
+            device_id=device.device_id,
+            device_count=device.number + 1,
+            backing=read_backing(device.path),
+            paths=tuple(places.get(number, "") for number in range(device.number + 1)),
+            joining=True,
+        ),
+    )
+    # After the stamp, by which a directory with something in it is known.
+    os.mkdir(os.path.join(device.path, OBJECTS_NAME), 0o700)

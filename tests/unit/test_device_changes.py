@@ -1,0 +1,309 @@
+"""Devices that are added: whatever ends it in the middle, the next mount has them, or has not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from fpfs.core.engine import EngineConfig
+from fpfs.core.errors import InvalidOperation, NoSpace
+from fpfs.core.refusal import Refused
+from fpfs.daemon import device_set, joining, server
+from fpfs.daemon.catalog import Catalog
+from fpfs.daemon.catalog_devices import fetch_devices
+from fpfs.daemon.device_changes import DeviceChanges
+from fpfs.daemon.device_set import DeviceSet
+from fpfs.daemon.devices import open_devices
+from fpfs.daemon.opening import check_identity, open_catalog
+from fpfs.daemon.stamp import read_stamp
+from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
+
+MOUNTPOINT = "/nonexistent/mount"
+
+
+class Link:
+    """A keeper that holds locks."""
+
+    keeper_pid = 1
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+
+    def hold_lock(self, lock_fd: int) -> None:
+        """Note the file."""
+        self.held.append(os.readlink(f"/proc/self/fd/{lock_fd}"))
+
+    def let_go(self, lock: str) -> None:
+        """Forget the file."""
+        self.held.remove(lock)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Opened:
+    """What a server has, as far as it matters to its devices."""
+
+    def __init__(self, devices: DeviceSet, catalog: Catalog) -> None:
+        config = EngineConfig(devices=(), arena_path="", filesystem_id="", staging_bytes=0)
+        self.devices = devices
+        self.catalog = catalog
+        self.engine = MemoryEngine(config, devices=MemoryDevices())
+        self.link = Link()
+        self.changes = DeviceChanges(
+            MOUNTPOINT,
+            devices,
+            catalog=catalog,
+            engine=self.engine,
+            link=self.link,  # type: ignore[arg-type]
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The devices that new files use."""
+        return list(self.changes.registry.usable)
+
+
+@asynccontextmanager
+async def opened(folders: Sequence[Path], *, adopt: bool = False) -> AsyncIterator[Opened]:
+    """Open device directories as a mount does. Raises `Refused`."""
+    paths = [str(folder) for folder in folders]
+    with open_devices(paths, mountpoint="", asked="mount", adopt=adopt) as devices:
+        catalog = await trio.to_thread.run_sync(open_catalog, devices)
+        try:
+            link: Any = Link()
+            link.let_go = lambda _lock: None
+            await server.settle_devices(devices, catalog, link, is_degraded=False, asked="mount")
+            check_identity(catalog, devices)
+            made = Opened(devices, catalog)
+            await made.changes.ensure_copies()
+            yield made
+        finally:
+            await catalog.close()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Four empty directories."""
+    made = [tmp_path / "now" / name for name in "abcd"]
+    for folder in made:
+        folder.mkdir(parents=True)
+    return made
+
+
+def holds_catalog(folder: Path) -> bool:
+    """Whether its stamp says that there is a copy of the catalog."""
+    stamp = read_stamp(str(folder), asked="test")
+    assert stamp is not None
+    return stamp.device_number in stamp.catalog_devices
+
+
+@trio.testing.trio_test
+async def test_a_device_is_added_and_known_to_the_next_mount(folders: list[Path]) -> None:
+    async with opened(folders[:1]) as now:
+        for number, folder in enumerate(folders[1:3], start=1):
+            added = await now.changes.add(str(folder))
+            assert (added.number, added.path) == (number, str(folder))
+            assert now.numbers == list(range(number + 1))
+            assert now.link.held[-1] == str(folder / "lock")
+        assert now.engine.calls == [
+            ("set_draining", 0, False),
+            ("add_device", 1, True),
+            ("set_draining", 1, False),
+            ("add_device", 2, True),
+            ("set_draining", 2, False),
+        ]
+        assert [copy.trouble for copy in now.catalog.copies()] == ["", ""]
+    assert [holds_catalog(folder) for folder in folders[:3]] == [True, True, False]
+    async with opened(folders[:3]) as now:
+        assert now.numbers == [0, 1, 2]
+    with pytest.raises(Refused, match=r"of 3 devices, device 2 \(last at .*/c\) is missing"):
+        async with opened(folders[:2]):
+            pass
+
+
+@trio.testing.trio_test
+async def test_what_cannot_become_a_device(folders: list[Path], tmp_path: Path) -> None:
+    async with opened(folders[2:3]):
+        pass
+    (folders[1] / "thesis").touch()
+    async with opened(folders[:1]) as now:
+        for path, said in {
+            folders[0]: "is device 0 already; name an empty",
+            folders[0] / "objects": "lie within each other",
+            folders[1]: r"is not empty \(thesis is in it\)",
+            folders[2]: "belongs to filesystem ",
+            tmp_path / "none": "does not exist",
+            Path("/"): "lie within each other",
+        }.items():
+            with pytest.raises(InvalidOperation, match=said):
+                await now.changes.add(str(path))
+        assert now.link.held == []
+        assert now.numbers == [0]
+        assert sorted(os.listdir(folders[1])) == ["thesis"]
+        with (
+            open_devices([str(folders[3])], mountpoint="", asked="mount"),
+            pytest.raises(InvalidOperation, match="belongs to filesystem "),
+        ):
+            await now.changes.add(str(folders[3]))
+
+
+@trio.testing.trio_test
+async def test_a_directory_that_could_not_be_added_is_empty_again(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(folders[:1]) as now:
+
+        async def refuse(*_: object, **__: object) -> None:
+            raise NoSpace("the catalog's device is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Catalog, "write", refuse)
+            with pytest.raises(NoSpace):
+                await now.changes.add(str(folders[1]))
+        assert os.listdir(folders[1]) == ["lock"]
+        assert now.link.held == []
+        assert now.engine.calls[-1] == ("remove_device", 1)
+        assert (await now.changes.add(str(folders[1]))).number == 1
+    async with opened(folders[:2]) as now:
+        assert now.numbers == [0, 1]
+
+
+class Steps:
+    """Ends the process before, or after, one of the steps that leave something behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, end_at: int, after: bool) -> None:
+        self.seen = 0
+        self._end_at = end_at
+        self._after = after
+        self.ended = Crash
+        for owner, name in (
+            (joining, "write_stamp"),
+            (device_set, "write_stamp"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        for owner, name in (
+            (MemoryEngine, "add_device"),
+            (Catalog, "write"),
+            (Catalog, "make_durable"),
+            (Catalog, "move_copies"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted_async(getattr(owner, name)))
+
+    def _step(self) -> bool:
+        self.seen += 1
+        return self.seen - 1 == self._end_at
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            is_last = self._step()
+            if is_last and not self._after:
+                raise Crash
+            result = function(*arguments, **named)
+            if is_last:
+                raise Crash
+            return result
+
+        return call
+
+    def _counted_async(
+        self, function: Callable[..., Awaitable[Any]]
+    ) -> Callable[..., Awaitable[Any]]:
+        async def call(*arguments: Any, **named: Any) -> Any:
+            is_last = self._step()
+            if is_last and not self._after:
+                raise Crash
+            result = await function(*arguments, **named)
+            if is_last:
+                raise Crash
+            return result
+
+        return call
+
+
+async def end_in_the_middle(
+    folders: Sequence[Path], monkeypatch: pytest.MonkeyPatch, *, end_at: int, after: bool
+) -> tuple[list[Path], bool]:
+    """Add the last folder, and end at a step; returns what is left then, and whether it ended."""
+    left = [folder.parent.parent / f"left{end_at}{after}" / folder.name for folder in folders]
+    ended = False
+    async with opened(folders[:-1]) as now:
+        with monkeypatch.context() as patched:
+            Steps(patched, end_at=end_at, after=after)
+            try:
+                await now.changes.add(str(folders[-1]))
+            except Crash:
+                ended = True
+        for folder, copy in zip(folders, left, strict=True):
+            shutil.copytree(folder, copy)
+    return left, ended
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("after", [False, True])
+@trio.testing.trio_test
+async def test_whatever_ends_it_the_next_mount_has_it_or_has_it_not(
+    folders: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    after: bool,
+) -> None:
+    outcomes = []
+    ended = True
+    while ended:
+        for folder in folders:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        left, ended = await end_in_the_middle(
+            folders[: count + 1], monkeypatch, end_at=len(outcomes), after=after
+        )
+        is_stamped = (left[-1] / "fpfs.json").exists()
+        async with opened(left if is_stamped else left[:-1], adopt=True) as now:
+            has_it = now.numbers == list(range(count + 1))
+            outcomes.append(has_it)
+            if not has_it:
+                assert now.numbers == list(range(count))
+                assert not is_stamped or "was not added" in now.devices.notes[-1]
+                assert (await now.changes.add(str(left[-1]))).number == count
+            assert len(await now.catalog.read(fetch_devices)) == count + 1
+            assert len(now.catalog.copies()) == 2
+        async with opened(left) as now:
+            assert now.numbers == list(range(count + 1))
+        assert [holds_catalog(folder) for folder in left[:2]] == [True, True]
+    # Once it has come so far that the next mount has it, each later end leaves it so.
+    assert outcomes == sorted(outcomes)
+    assert len(outcomes) > 6
+
+
+@trio.testing.trio_test
+async def test_without_the_directory_the_mount_works_as_long_as_it_was_not_added(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    ended = True
+    while ended:
+        for folder in folders:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        left, ended = await end_in_the_middle(
+            folders[:3], monkeypatch, end_at=len(said), after=True
+        )
+        try:
+            async with opened(left[:2], adopt=True) as now:
+                assert now.numbers == [0, 1]
+                said.append("")
+        except Refused as refused:
+            said.append(str(refused))
+    missing = [text for text in said if text]
+    assert said == ["" for _ in range(len(said) - len(missing))] + missing
+    assert 0 < len(missing) < len(said)
+    assert all("device 2 (last at " in text and "is missing" in text for text in missing)
