@@ -56,6 +56,7 @@ from fpfs.daemon.keeper import Inherited, KeeperLink
 from fpfs.daemon.launch import ServerConfig
 from fpfs.daemon.namespace import Namespace
 from fpfs.daemon.opening import (
+    allows_others,
     check_identity,
     control_access,
     default_policy,
@@ -295,7 +296,7 @@ class Server:
     async def _serve_metrics(self, listener: socket.socket | None) -> None:
         scrape = Scrape(
             config=self._config,
-            registry=self._registry,
+            registry=self._changes.registry,
             catalog=self._catalog,
             engine=self._engine,
             namespace=self._namespace,
