@@ -78,6 +78,12 @@ stubs: ## Write the extension's type stub anew (a test compares it)
 install-mount-helper: setup ## Let mount(8) and fstab mount the type fuse.fpfs (root)
 	mount_scripts/install_mount_helper $(CURDIR)/$(VENV)
 
+# Where Debian's shells look for what packages bring.
+COMPLETIONS ?= /usr/share
+.PHONY: install-completion
+install-completion: setup ## Let bash, zsh and fish complete fpfs and fpfs-ctl, for all users (root)
+	mount_scripts/install_completion $(CURDIR)/$(VENV) $(COMPLETIONS)
+
 # --- running --------------------------------------------------------------------------------
 
 .PHONY: run
@@ -93,6 +99,13 @@ bench: setup $(STAMPS)/tools-test ## Measure against the plain filesystem, fio a
 .PHONY: test
 test: setup $(STAMPS)/tools-test test-native ## All tests, TEST_PROCESSES side by side
 	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+
+# What commands print is kept: look at what git diff shows of it before it is committed.
+.PHONY: golden
+golden: setup $(STAMPS)/tools-test ## Keep the output of --help, tables and JSON as it is now
+	rm -rf tests/golden/help docs/json
+	FPFS_GOLDEN=write $(PYTEST) -q tests/unit/test_help.py tests/fuse/test_golden.py
+	git --no-pager diff --stat -- tests/golden docs/json docs/fpfs-ctl.md
 
 .PHONY: test-native
 test-native: setup $(STAMPS)/tools-test ## The C++ tests, without sanitizer

@@ -35,7 +35,7 @@ SILENT_S = 1.0
 """What takes longer shows, on a terminal, that it is under way."""
 
 
-def print_json(shown: msgspec.Struct) -> None:
+def print_json(shown: object) -> None:
     """Print what a command found."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
 

@@ -16,6 +16,7 @@ from fpfs.cli import scrub as scrubbing
 from fpfs.cli import trace as tracing
 from fpfs.cli import versions as former
 from fpfs.cli.asking import Flag, Json, print_json, waiting
+from fpfs.cli.completion import completion
 from fpfs.cli.listing import ls
 from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
@@ -61,6 +62,7 @@ app.command(tune)
 app.command(former.versions)
 app.command(former.restore)
 app.command(commit.app)
+app.command(completion)
 app.command(devices.app)
 app.command(tracing.trace)
 app.command(stat)

@@ -6,10 +6,10 @@ import os
 import sys
 from typing import Annotated
 
-import msgspec
 from cyclopts import App, Parameter
 from rich.table import Table
 
+from fpfs.cli.asking import Json, print_json
 from fpfs.cli.show import check_timeout, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.device_names import parse_tags
@@ -25,7 +25,6 @@ app = App(
     "A device is named by its number, its directory, or a tag that it alone has.",
 )
 
-Json = Annotated[bool, Parameter(negative="", show_default=False)]
 LIST_TIMEOUT_S = 60.0
 
 
@@ -35,8 +34,6 @@ def list_(mountpoint: str, /, *, json: Json = False, timeout: float = LIST_TIMEO
 
     Parameters
     ----------
-    json
-        Print them as JSON, as fpfs-ctl status has them; sizes in bytes.
     timeout
         Give up after so many seconds, with exit status 1.
     """
@@ -45,8 +42,7 @@ def list_(mountpoint: str, /, *, json: Json = False, timeout: float = LIST_TIMEO
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         devices = client.ask(AskStatus(), timeout_s=timeout).devices
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(devices).decode(), indent=2))
-        sys.stdout.write("\n")
+        print_json(devices)
     else:
         _show_devices(devices)
     return 0
@@ -83,16 +79,12 @@ def tag(
 ) -> int:
     """Give tags to a device of the mount at MOUNTPOINT, and take others away.
 
-    Example: fpfs-ctl device tag /ckpt 2 +fast -spare
-
     Parameters
     ----------
     device
         Its number, its directory, or a tag that it alone has.
     changes
         +TAG or -TAG, each.
-    json
-        Print what it has then as JSON.
     """
     asked = f"device tag {mountpoint} {device}"
     change = parse_tags(changes, asked=asked)
@@ -102,7 +94,7 @@ def tag(
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         tags = client.ask(question)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(tags).decode(), indent=2) + "\n")
+        print_json(tags)
     else:
         having = ", ".join(tags.tags) or "no tags"
         sys.stdout.write(f"device {tags.number} ({show_text(tags.path)}): {having}\n")
@@ -114,18 +106,13 @@ def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
     """Add DIRECTORY, which is empty, to the devices of the mount at MOUNTPOINT; new files use it.
 
     From then on the filesystem has to be mounted with it.
-
-    Parameters
-    ----------
-    json
-        Print the device as JSON.
     """
     asked = f"device add {mountpoint} {directory}"
     refuse_empty(directory, what="directory", asked=asked)
     with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
         added = client.ask(AddDevice(path=os.path.realpath(directory)))
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(added).decode(), indent=2) + "\n")
+        print_json(added)
     else:
         sys.stdout.write(
             f"device {added.number} ({show_text(added.path)}) is in use; name it, too, when the"

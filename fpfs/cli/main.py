@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 import fpfs
+from fpfs.cli.asking import Flag, Json
 from fpfs.cli.show import open_console, run_app, say, show_failures
 from fpfs.core.options import MountOptions, parse_mount_options
 from fpfs.daemon import launch
@@ -38,8 +39,6 @@ Devices = Annotated[
         help="Device directory; several stripe files over them. Empty ones are formatted.",
     ),
 ]
-
-Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def _flags_as_options(**values: str | None) -> list[str]:
@@ -162,7 +161,7 @@ def check(
     *places: str,
     repair: Flag = False,
     data: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Check the catalog against the objects on the devices, and name what is wrong.
 
@@ -177,8 +176,6 @@ def check(
         mounted.
     data
         Read all contents, too, and compare them with their checksums.
-    json
-        Print the result as JSON; sizes in bytes.
     """
     # Imported late: other commands need neither the catalog nor the extension.
     from fpfs.cli import fsck as checking

@@ -207,8 +207,7 @@ def _explain(found: PolicyExplained) -> list[str]:
 def profiles(*, json: Json = False) -> int:
     """List the profiles, which are settings that go together."""
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(PROFILES), indent=2).decode())
-        sys.stdout.write("\n")
+        print_json(PROFILES)
         return 0
     table = Table("profile", "settings")
     for name, settings in PROFILES.items():
@@ -254,12 +253,17 @@ def _by_relative_path(listed: PoliciesListed, directory: str) -> dict[str, Mappi
 
 @app.command
 def apply(
-    directory: str, file: str, /, *, yes: Annotated[Flag, Parameter(alias="-y")] = False
+    directory: str,
+    file: str,
+    /,
+    *,
+    yes: Annotated[Flag, Parameter(alias="-y")] = False,
+    json: Json = False,
 ) -> int:
     """Make the policies of DIRECTORY and below what FILE has, which policy export wrote.
 
     What differs is shown first; then it is asked for, or done at once with --yes. Settings that
-    FILE does not have are dropped. All of it is done, or nothing.
+    FILE does not have are dropped. All of it is done, or nothing. With --json nobody is asked.
 
     Parameters
     ----------
@@ -272,22 +276,53 @@ def apply(
     wanted = read_settings(file, asked=asked)
     present = _by_relative_path(_list(directory, asked=asked), directory)
     differences = difference(present, wanted)
+    if not json:
+        _show_differences(differences)
+    is_wanted = bool(differences) and (yes or (not json and _confirmed()))
+    if is_wanted:
+        _apply(directory, differences, asked=asked)
+    if json:
+        print_json(PoliciesApplied(differences=tuple(map(_told, differences)), applied=is_wanted))
+    elif differences and not is_wanted:
+        sys.stdout.write("nothing was changed; --yes applies it\n")
+    return 1 if differences and not is_wanted else 0
+
+
+class PolicyDifference(msgspec.Struct, kw_only=True, frozen=True):
+    """A setting of a directory, below DIRECTORY, that a file has otherwise; None: it is not set."""
+
+    path: str
+    key: str
+    before: str | None
+    after: str | None
+
+
+class PoliciesApplied(msgspec.Struct, kw_only=True, frozen=True):
+    """What differs between policies and a file, and whether it was changed (--yes)."""
+
+    differences: tuple[PolicyDifference, ...]
+    applied: bool
+
+
+def _told(each: Difference) -> PolicyDifference:
+    return PolicyDifference(path=each.path, key=each.key, before=each.before, after=each.after)
+
+
+def _show_differences(differences: Sequence[Difference]) -> None:
     if not differences:
         sys.stdout.write("nothing differs\n")
-        return 0
     console = open_console()
     for each in differences:
         say(console, each.shown())
-    if not yes and not _confirmed():
-        sys.stdout.write("nothing was changed; --yes applies it\n")
-        return 1
+
+
+def _apply(directory: str, differences: Sequence[Difference], *, asked: str) -> None:
     changes = tuple(
         (inode_of_directory(os.path.join(directory, path), asked=f"{asked}: {path}"), change)
         for path, change in _changes_of(differences).items()
     )
     with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
         client.ask(ApplyPolicies(changes=changes))
-    return 0
 
 
 def _changes_of(differences: Sequence[Difference]) -> dict[str, PolicyChange]:

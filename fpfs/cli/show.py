@@ -28,6 +28,7 @@ from rich.progress import (
 )
 
 from fpfs.cli.entry import EXIT_INTERRUPTED
+from fpfs.cli.examples import lay_out
 from fpfs.core.fsck import EXIT_NOT_CHECKED
 from fpfs.core.paths import show_text
 from fpfs.core.refusal import Refused
@@ -45,6 +46,7 @@ def run_app(app: App, arguments: Sequence[str], *, surplus: Mapping[str, str]) -
     `surplus` says, by command, where words that are one too many belong.
     """
     _prepare_streams()
+    lay_out(app)
     try:
         status = _run(app, arguments, surplus)
         sys.stdout.flush()

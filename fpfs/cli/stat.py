@@ -99,7 +99,9 @@ def _lines(file: FileReport) -> Iterable[tuple[str, str]]:
     else:
         yield "checksums", f"of {blocks} blocks" + (f", none of {without}" if without else "")
     if status.former_versions:
-        yield "former", f"{status.former_versions} contents are kept: fpfs-ctl versions"
+        count = status.former_versions
+        many = f"{count} contents are" if count != 1 else "1 content is"
+        yield "former", f"{many} kept: fpfs-ctl versions lists them"
 
 
 def describe_state(status: FileStatus) -> str:

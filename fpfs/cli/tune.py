@@ -10,16 +10,14 @@ import contextlib
 import mmap
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
 from rich.table import Table
 
+from fpfs.cli.asking import Flag, Json, print_json
 from fpfs.cli.show import byte_progress, ending_by_signal, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory
@@ -33,8 +31,6 @@ from fpfs.core.questions import (
 from fpfs.core.refusal import Refused
 from fpfs.core.tuning import BudgetSpent, Climb, Measured, Setting, Space, space_of, sweep
 from fpfs.core.units import format_exact, format_rate, format_size, parse_size_bytes
-
-Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 PREFIX = ".fpfs-tune-"
 WRITE_BYTES = 8 * 1024 * 1024
@@ -71,14 +67,12 @@ def tune(
     bytes: str = "8G",  # noqa: A002 (the option's name)
     time: float = 60.0,
     sample: str | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Measure chunk sizes, depths and widths on the mount of DIRECTORY; propose a policy for it.
 
     Files are written in a directory .fpfs-tune-* in DIRECTORY, which is removed at the end. Others
     that use the devices meanwhile make the figures smaller.
-
-    Example: fpfs-ctl tune /ckpt --apply
 
     Parameters
     ----------
@@ -92,8 +86,6 @@ def tune(
         Seconds to measure at most.
     sample
         Bytes that each measurement writes (default: what these bytes and seconds allow).
-    json
-        Print the result as JSON; sizes in bytes.
     """
     asked = f"tune {directory}"
     bytes_max = parse_size_bytes(bytes, name="--bytes")
@@ -111,8 +103,7 @@ def tune(
     if apply:
         _apply(directory, report.proposed, asked=asked)
     if json:
-        text = msgspec.json.encode(report).decode()
-        sys.stdout.write(msgspec.json.format(text, indent=2) + "\n")
+        print_json(report)
     else:
         _show(report, directory)
     return 0

@@ -256,7 +256,7 @@ class BeginTrace(Question[TraceBegun], kw_only=True, frozen=True, tag="trace"):
     answer = TraceBegun
     owners = True
 
-    directory: int
+    directory: Number
     name: bytes
 
 
@@ -266,7 +266,7 @@ class ReadTrace(Question[TraceRead], kw_only=True, frozen=True, tag="read trace"
     answer = TraceRead
     owners = True
 
-    trace: int
+    trace: Number
 
 
 class EndTrace(Question[Flushed], kw_only=True, frozen=True, tag="end trace"):
@@ -275,7 +275,7 @@ class EndTrace(Question[Flushed], kw_only=True, frozen=True, tag="end trace"):
     answer = Flushed
     owners = True
 
-    trace: int
+    trace: Number
 
 
 class AddDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="add"):
