@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.groups import (
     catalogs,
     checksums,
+    control_clients,
     loading,
     memory,
     names,
@@ -28,6 +29,7 @@ GROUPS: tuple[Group, ...] = (
     *striping.GROUPS,
     *names.GROUPS,
     *catalogs.GROUPS,
+    *control_clients.GROUPS,
     *restart.GROUPS,
     *recovery.GROUPS,
     *memory.GROUPS,
