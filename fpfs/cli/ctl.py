@@ -13,6 +13,7 @@ from rich.table import Table
 import fpfs
 from fpfs.cli import commit, devices, policy
 from fpfs.cli import scrub as scrubbing
+from fpfs.cli import top as live
 from fpfs.cli import trace as tracing
 from fpfs.cli import versions as former
 from fpfs.cli.asking import Flag, Json, print_json, waiting
@@ -46,6 +47,7 @@ SURPLUS = dict.fromkeys(
         "commit",
         "tune",
         "trace",
+        "top",
     ),
     "there is one path",
 )
@@ -67,6 +69,7 @@ app.command(devices.app)
 app.command(tracing.trace)
 app.command(stat)
 app.command(ls)
+app.command(live.top)
 
 
 @app.command
@@ -86,12 +89,19 @@ def status(
     """
     check_timeout(timeout)
     asked = f"status of {mountpoint}"
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+    entry = find_fpfs(mountpoint, asked=asked)
+    with ControlClient(entry, asked=asked) as client:
+        if json:
+            found = client.ask(AskStatus(), timeout_s=timeout)
+            print_json(found)
+            return 0
+        reader = live.ActivityReader(client, entry, timeout_s=timeout)
+        began_s = time.monotonic()
         found = client.ask(AskStatus(), timeout_s=timeout)
-    if json:
-        print_json(found)
-    else:
-        _show_status(found)
+        time.sleep(max(0.0, began_s + live.FIRST_S - time.monotonic()))
+        looks = reader.read()
+    _show_status(found)
+    live.show_once(open_console(), looks)
     return 0
 
 

@@ -363,9 +363,12 @@ class NativeEngine:
 
     def unsaved(self, ino: int) -> Unsaved:
         """See `Engine.unsaved`."""
-        acknowledged, uncommitted, oldest_ns = self._native.unsaved(ino)
+        acknowledged, uncommitted, staged, oldest_ns = self._native.unsaved(ino)
         return Unsaved(
-            bytes_acknowledged=acknowledged, bytes_uncommitted=uncommitted, oldest_ns=oldest_ns
+            bytes_acknowledged=acknowledged,
+            bytes_uncommitted=uncommitted,
+            bytes_staged=staged,
+            oldest_ns=oldest_ns,
         )
 
     def tracer(self) -> Tracer:

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from fpfs.core.activity import Activity, FilesInProgress
 from fpfs.core.reports import (
     DeviceTags,
     FilesShown,
@@ -287,6 +288,21 @@ class AddDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="add"):
     path: str
 
 
+class AskActivity(Question[Activity], kw_only=True, frozen=True, tag="activity"):
+    """What the mount does now: cheap enough to be asked every second."""
+
+    answer = Activity
+    asked_again = True
+
+
+class ListInProgress(Question[FilesInProgress], kw_only=True, frozen=True, tag="in progress"):
+    """Files that are written, or are not durable yet."""
+
+    answer = FilesInProgress
+    owners = True
+    asked_again = True
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -312,6 +328,8 @@ AnyQuestion: TypeAlias = (
     | RestoreVersion
     | CommitGroup
     | TagDevice
+    | AskActivity
+    | ListInProgress
     | BeginTrace
     | ReadTrace
     | EndTrace

@@ -128,11 +128,13 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Unsaved(msgspec.Struct, frozen=True, kw_only=True):
     """What of an inode was acknowledged since it was loaded, and what of that is not committed.
 
-    Bytes that are written twice count twice. `oldest_ns` is when the oldest byte that is not
-    committed was acknowledged, by ``time.monotonic_ns()``; 0 when there is none. What a server that
-    died had acknowledged is as old as its successor.
+    Bytes that are written twice count twice, but not among those that are in staging alone
+    (`bytes_staged`). `oldest_ns` is when the oldest byte that is not committed was acknowledged, by
+    ``time.monotonic_ns()``; 0 when there is none. What a server that died had acknowledged is as
+    old as its successor.
     """
 
     bytes_acknowledged: int = 0
     bytes_uncommitted: int = 0
+    bytes_staged: int = 0
     oldest_ns: int = 0

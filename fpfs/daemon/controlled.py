@@ -43,6 +43,7 @@ from fpfs.core.reports import (
     Status,
 )
 from fpfs.daemon import metrics, renewal
+from fpfs.daemon.activity import ActivityControl
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_facts import may_list
 from fpfs.daemon.catalog_groups import Uncommitted
@@ -136,12 +137,25 @@ class ControlledServer:
             CommitGroup: self.commit_group,
             **DeviceControl(changes).handlers,
             **self.tracing.handlers,
+            **self._activity_control().handlers,
         }
         self._scrub = Scrub(
             catalog=catalog,
             engine=engine,
             device_paths=lambda: registry.paths,
             missing=lambda: registry.missing,
+        )
+
+    def _activity_control(self) -> ActivityControl:
+        return ActivityControl(
+            mountpoint=self._config.mountpoint,
+            started_unix_s=self._link.started_unix_s,
+            restarts=self._restarts,
+            registry=self._registry,
+            catalog=self._catalog,
+            engine=self._engine,
+            namespace=self._namespace,
+            commit=self._commit,
         )
 
     def recovered(self, recovery: RecoveryStatus) -> None:

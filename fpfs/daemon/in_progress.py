@@ -8,26 +8,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
+from fpfs.core.activity import FileInProgress
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.namespace_files import Files
-
-
-class FileInProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that somebody writes, or whose last version is on its way.
-
-    `bytes_acknowledged` counts since the inode was loaded. `age_s` is how long ago the oldest byte
-    that is not durable was acknowledged; 0 where there is none.
-    """
-
-    ino: int
-    writers: int
-    bytes_acknowledged: int
-    bytes_pending: int
-    age_s: float
 
 
 def files_in_progress(
@@ -49,6 +35,7 @@ def files_in_progress(
                 writers=writers.get(ino, 0),
                 bytes_acknowledged=unsaved.bytes_acknowledged,
                 bytes_pending=unsaved.bytes_uncommitted,
+                bytes_staged=unsaved.bytes_staged,
                 age_s=(now_ns - min(known)) / 1e9 if known else 0.0,
             )
         )

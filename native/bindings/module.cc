@@ -257,7 +257,7 @@ void bind_figures(nb::class_<Engine>& type) {
            [](Engine& engine, uint64_t ino) {
              const File::Unsaved unsaved = loaded(engine, ino)->unsaved();
              return nb::make_tuple(unsaved.bytes_acknowledged, unsaved.bytes_uncommitted,
-                                   unsaved.oldest_ns);
+                                   unsaved.bytes_staged, unsaved.oldest_ns);
            })
       .def("tracer", &Engine::shared_tracer)
       .def("statistics", &statistics);

@@ -126,6 +126,11 @@ File::Unsaved File::unsaved() {
   Unsaved result;
   result.bytes_acknowledged = bytes_acknowledged_;
   result.bytes_uncommitted = bytes_acknowledged_ - bytes_committed_;
+  for (const auto& [chunk, chain] : chains_) {
+    for (const Slot* slot : chain) {
+      for (const auto& range : slot->ranges.all()) result.bytes_staged += range.end - range.begin;
+    }
+  }
   result.oldest_ns = oldest_in_snapshot_ns_ != 0 ? oldest_in_snapshot_ns_ : oldest_ns_;
   return result;
 }

@@ -181,7 +181,8 @@ class File : public std::enable_shared_from_this<File> {
   struct Unsaved {
     uint64_t bytes_acknowledged = 0;
     uint64_t bytes_uncommitted = 0;
-    int64_t oldest_ns = 0;  // when the oldest of those was acknowledged; 0: there is none
+    uint64_t bytes_staged = 0;  // now in staging alone, each once
+    int64_t oldest_ns = 0;      // when the oldest of those was acknowledged; 0: there is none
   };
   using DrainDone = std::function<void(int error, SnapshotData snapshot)>;
   using Done = std::function<void(int error)>;

@@ -175,6 +175,8 @@ TEST_CASE("file: how much is not committed, and since when") {
     const File::Unsaved written = file->unsaved();
     CHECK(written.bytes_acknowledged == before + size);
     CHECK(written.bytes_uncommitted == size);
+    CHECK(written.bytes_staged <= size);
+    CHECK(written.bytes_staged > 0);  // the last chunk is not full
     CHECK(written.oldest_ns >= began_ns);
     CHECK(written.oldest_ns <= monotonic_ns());
     REQUIRE(fixture.write(*file, size, "more") == 0);
@@ -192,6 +194,7 @@ TEST_CASE("file: how much is not committed, and since when") {
 
     REQUIRE(fixture.commit(*file, true) == 0);
     CHECK(file->unsaved().bytes_uncommitted == 0);
+    CHECK(file->unsaved().bytes_staged == 0);
     CHECK(file->unsaved().oldest_ns == 0);
     REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
     CHECK(snapshot.acknowledged_ns == 0);  // there is nothing new in it

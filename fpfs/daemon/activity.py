@@ -1,0 +1,168 @@
+"""What a server does now, for the live view.
+
+Concurrency: trio thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+import fpfs
+from fpfs.core.activity import Activity, DeviceActivity, FileInProgress, FilesInProgress
+from fpfs.core.questions import AskActivity, ListInProgress
+from fpfs.core.reports import DeviceState
+from fpfs.core.statistics import DeviceStatistics
+from fpfs.daemon.catalog_names import path_of
+from fpfs.daemon.in_progress import files_in_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fpfs.core.engine import Engine
+    from fpfs.core.questions import Question
+    from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_worker import Transaction
+    from fpfs.daemon.commit import Commit
+    from fpfs.daemon.control import Handler
+    from fpfs.daemon.namespace import Namespace
+    from fpfs.daemon.registry import DeviceRegistry, Member
+
+FILES_MAX = 20
+"""Files in one answer."""
+PATHS_KNOWN_S = 5.0
+"""How long a path is taken for right: finding one may look at every name."""
+
+
+class ActivityControl:
+    """Answers what is asked of the present."""
+
+    def __init__(
+        self,
+        *,
+        mountpoint: str,
+        started_unix_s: float,
+        restarts: int,
+        registry: DeviceRegistry,
+        catalog: Catalog,
+        engine: Engine,
+        namespace: Namespace,
+        commit: Commit,
+    ) -> None:
+        """Keep the parts; none of them is closed here."""
+        self._mountpoint = mountpoint
+        self._started_unix_s = started_unix_s
+        self._restarts = restarts
+        self._registry = registry
+        self._catalog = catalog
+        self._engine = engine
+        self._namespace = namespace
+        self._commit = commit
+        self._paths: dict[int, str] = {}
+        self._paths_until_s = 0.0
+
+    @property
+    def handlers(self) -> Mapping[type[Question[Any]], Handler]:
+        """Who answers each question."""
+        return {AskActivity: self.activity, ListInProgress: self.in_progress}
+
+    async def activity(self, _question: AskActivity) -> Activity:
+        """Figures of now."""
+        return self.now()
+
+    def now(self) -> Activity:
+        """Figures of now; waits for nothing."""
+        statistics = self._engine.statistics()
+        channel = statistics.channel
+        files = self._files()
+        commit = self._commit.statistics()
+        copies = self._catalog.copies()
+        return Activity(
+            mountpoint=self._mountpoint,
+            version=fpfs.__version__,
+            server_pid=os.getpid(),
+            restarts=self._restarts,
+            started_unix_s=self._started_unix_s,
+            measured_s=time.monotonic(),
+            staging_bytes_used=statistics.staging.bytes_used,
+            staging_bytes_total=statistics.staging.bytes_total,
+            writes=channel.writes,
+            bytes_acknowledged=channel.write_bytes,
+            writes_waiting=channel.writes_waiting,
+            write_to_ack=channel.write_to_ack,
+            ack_to_durable=self._commit.durability.ack_to_durable(),
+            files_written=sum(file.writers > 0 for file in files),
+            bytes_pending=sum(file.bytes_pending for file in files),
+            oldest_pending_s=max(
+                [self._commit.durability.oldest_s(), *(file.age_s for file in files)]
+            ),
+            versions_pending=commit.pending,
+            versions_committed=commit.committed,
+            versions_failed=len(commit.failures),
+            catalog_copies=len(copies),
+            catalog_copies_in_service=sum(not copy.trouble for copy in copies),
+            devices=tuple(
+                _device(member, statistics.devices.get(member.number))
+                for member in self._registry.members
+            ),
+        )
+
+    async def in_progress(self, _question: ListInProgress) -> FilesInProgress:
+        """Files that are written, or are not durable yet, with their paths."""
+        found = self._files()
+        first = sorted(found, key=lambda file: (-file.bytes_pending, file.ino))[:FILES_MAX]
+        await self._find_paths([file.ino for file in first])
+        return FilesInProgress(
+            measured_s=time.monotonic(),
+            count=len(found),
+            files=tuple(
+                msgspec.structs.replace(file, path=self._paths.get(file.ino, "")) for file in first
+            ),
+        )
+
+    async def _find_paths(self, inos: Sequence[int]) -> None:
+        if trio.current_time() > self._paths_until_s:
+            self._paths = {}
+            self._paths_until_s = trio.current_time() + PATHS_KNOWN_S
+        unknown = [ino for ino in inos if ino not in self._paths]
+        if unknown:
+            self._paths |= await self._catalog.read_many(lambda t: _paths(t, unknown))
+
+    def _files(self) -> Sequence[FileInProgress]:
+        self._namespace.catch_up()
+        return files_in_progress(
+            files=self._namespace.files, commit=self._commit, engine=self._engine
+        )
+
+
+def _paths(transaction: Transaction, inos: Sequence[int]) -> dict[int, str]:
+    """Paths from the mountpoint. Bytes that are no text are shown as escapes."""
+    return {ino: path_of(transaction, ino).decode(errors="backslashreplace") for ino in inos}
+
+
+def _device(member: Member, figures: DeviceStatistics | None) -> DeviceActivity:
+    if member.is_missing or figures is None:
+        return DeviceActivity(number=member.number, path=member.path, state=DeviceState.MISSING)
+    state = DeviceState.DRAINING if member.is_draining else DeviceState.OK
+    if figures.checksum_errors or figures.read_errors:
+        state = DeviceState.DAMAGED
+    if figures.failed:
+        state = DeviceState.FAILED
+    return DeviceActivity(
+        number=member.number,
+        path=member.path,
+        state=state,
+        bytes_written=figures.bytes_written,
+        bytes_read=figures.bytes_read,
+        requests_in_flight=figures.in_flight,
+        requests_queued=figures.queued,
+        errors=figures.errors,
+        write_latency=figures.write_latency,
+        read_latency=figures.read_latency,
+        flush_latency=figures.flush_latency,
+    )
