@@ -10,14 +10,15 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 from fpfs.cli.asking import Json, print_json
+from fpfs.cli.drain import drain_device
 from fpfs.cli.show import check_timeout, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.device_names import parse_tags
 from fpfs.core.paths import show_text
 from fpfs.core.questions import AddDevice, AskStatus, TagDevice
-from fpfs.core.refusal import refuse_empty
+from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.reports import DeviceStatus
-from fpfs.core.units import format_size
+from fpfs.core.units import format_size, parse_size_bytes
 
 app = App(
     name="device",
@@ -119,6 +120,32 @@ def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
             " filesystem is mounted\n"
         )
     return 0
+
+
+@app.command
+def drain(mountpoint: str, device: str, /, *, rate: str | None = None, json: Json = False) -> int:
+    """Move what a device of the mount at MOUNTPOINT holds to the others, while programs go on.
+
+    From the beginning on no new chunk goes there, also after a remount. What is being written is
+    moved when it is closed. It can be interrupted, and goes on where it was when it is asked for
+    again. Exit status 1 when something on it is damaged, which stays there.
+
+    Parameters
+    ----------
+    device
+        Its number, its directory, or a tag that it alone has.
+    rate
+        Bytes to move in a second at most, such as 500M (default: as fast as it goes).
+    json
+        Print the result as JSON; sizes in bytes.
+    """
+    bytes_per_s = None if rate is None else parse_size_bytes(rate, name="--rate")
+    if bytes_per_s == 0:
+        raise Refused(asked="--rate 0", wrong="nothing would be moved", remedy="take 1M or more")
+    asked = f"device drain {mountpoint} {device}"
+    return drain_device(
+        mountpoint, name_of(device, asked=asked), bytes_per_s=bytes_per_s, json=json, asked=asked
+    )
 
 
 def name_of(device: str, *, asked: str) -> str:

@@ -187,6 +187,32 @@ class StoredRange(NamedTuple):
     checksums: Sequence[int]
 
 
+class CopiedRange(NamedTuple):
+    """`count` blocks of an object that are to be copied; those `unwritten` only get a place.
+
+    Without `checksums` they are copied as they are.
+    """
+
+    device: int
+    object: int
+    block: int
+    count: int  # type: ignore[assignment]
+    unwritten: bool
+    checksums: Sequence[int]
+
+
+class Move(NamedTuple):
+    """`count` blocks of an object that lie in another one now."""
+
+    device: int
+    object: int
+    block: int
+    count: int  # type: ignore[assignment]
+    to_device: int
+    to_object: int
+    to_block: int
+
+
 class Damage(NamedTuple):
     """`count` blocks, from block `first` of the range at index `range`, that are not sound.
 
@@ -461,6 +487,22 @@ class Engine(Protocol):
 
     def set_draining(self, number: int, *, draining: bool) -> None:
         """Let new chunks avoid a device, or not any more."""
+
+    async def copy(self, to: int, ranges: Sequence[CopiedRange]) -> tuple[int, Sequence[Damage]]:
+        """Copy ranges, one behind the other, to a fresh object of the device `to`, and flush it.
+
+        Returns the object's id, and what could not be read, or was not what its checksums say.
+        Raises OSError when it cannot be written; then there is no object.
+        """
+
+    def begin_move(self, ino: int, device: int) -> bool:
+        """Keep changes of a loaded inode away from its places on a device until `end_move`.
+
+        False: some are under way, or it is not loaded. No drain of the inode may begin in between.
+        """
+
+    def end_move(self, ino: int, moves: Sequence[Move]) -> None:
+        """Follow the catalog, which has made these moves, or none."""
 
     async def remove_device(self, number: int) -> None:
         """Close a device that nothing refers to any more. ENODEV when there is none."""

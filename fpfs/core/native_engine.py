@@ -20,6 +20,7 @@ from fpfs.core.engine import (
     RECEIVE_AGAIN_S,
     ChannelClosed,
     Connection,
+    CopiedRange,
     Damage,
     DeviceConfig,
     EngineConfig,
@@ -33,6 +34,7 @@ from fpfs.core.engine import (
     LeftChanges,
     LeftHandle,
     LogRecord,
+    Move,
     ObjectId,
     Part,
     Range,
@@ -320,6 +322,20 @@ class NativeEngine:
     def set_draining(self, number: int, *, draining: bool) -> None:
         """See `Engine.set_draining`."""
         self._native.set_draining(number, draining)
+
+    async def copy(self, to: int, ranges: Sequence[CopiedRange]) -> tuple[int, Sequence[Damage]]:
+        """See `Engine.copy`."""
+        plain = [(*entry[:5], list(entry.checksums)) for entry in ranges]
+        id_, damage = await self._completion(self._native.copy(to, plain))
+        return id_, [Damage(*fields) for fields in damage]
+
+    def begin_move(self, ino: int, device: int) -> bool:
+        """See `Engine.begin_move`."""
+        return self._native.begin_move(ino, device)
+
+    def end_move(self, ino: int, moves: Sequence[Move]) -> None:
+        """See `Engine.end_move`."""
+        self._native.end_move(ino, list(moves))
 
     async def remove_device(self, number: int) -> None:
         """See `Engine.remove_device`."""

@@ -17,6 +17,9 @@ import msgspec
 from fpfs.core.activity import Activity, FilesInProgress
 from fpfs.core.reports import (
     DeviceTags,
+    DrainCursor,
+    Drained,
+    DrainStarted,
     FilesShown,
     Flushed,
     PoliciesListed,
@@ -303,6 +306,28 @@ class ListInProgress(Question[FilesInProgress], kw_only=True, frozen=True, tag="
     asked_again = True
 
 
+class StartDrain(Question[DrainStarted], kw_only=True, frozen=True, tag="start-drain"):
+    """Let no new chunk go to the device with a name."""
+
+    answer = DrainStarted
+    owners = True
+    asked_again = True
+
+    device: str
+
+
+class DrainNext(Question[Drained], kw_only=True, frozen=True, tag="drain"):
+    """Move at most `bytes_max` of what a device holds that drains, from a cursor on."""
+
+    answer = Drained
+    owners = True
+    asked_again = True
+
+    number: int
+    cursor: DrainCursor = DrainCursor()
+    bytes_max: int = 0
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -334,6 +359,8 @@ AnyQuestion: TypeAlias = (
     | ReadTrace
     | EndTrace
     | AddDevice
+    | StartDrain
+    | DrainNext
     | WaitForEnd
 )
 """What a line to the server is decoded as."""

@@ -245,6 +245,10 @@ class DamagedContent(msgspec.Struct, kw_only=True, frozen=True):
     errno: int = errno.EIO
     error: str = ""
 
+    def at(self, path: str) -> DamagedContent:
+        """The same, with its path."""
+        return msgspec.structs.replace(self, path=path)
+
 
 class Scrubbed(msgspec.Struct, kw_only=True, frozen=True):
     """What a step of a scrub came to. `cursor` says where to go on; without one it is over.
@@ -297,6 +301,45 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     tags: tuple[str, ...] = ()
     has_catalog: bool = False
     """Whether a copy of the catalog is on it, or should be."""
+
+
+class DrainStage(enum.StrEnum):
+    """What a drain moves: first contents, then it gives back the objects that they were in."""
+
+    CONTENTS = "contents"
+    OBJECTS = "objects"
+
+
+class DrainCursor(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a drain goes on: a block of a layout segment of an inode, or behind an object."""
+
+    stage: DrainStage = DrainStage.CONTENTS
+    ino: int = 0
+    segment: int = 0
+    block: int = 0
+    object: int = 0
+
+
+class DrainStarted(msgspec.Struct, kw_only=True, frozen=True):
+    """A device takes no new chunks any more; it holds about `bytes_total`."""
+
+    number: int
+    path: str
+    bytes_total: int
+
+
+class Drained(msgspec.Struct, kw_only=True, frozen=True):
+    """What a step of a drain came to. `cursor` says where to go on; without one a round is over.
+
+    `bytes_busy` were being changed, and `damage` stays where it is. `left` counts what is on the
+    device then, in words of nobody: it is empty when that is 0. Told at the end of a round.
+    """
+
+    bytes_moved: int = 0
+    bytes_busy: int = 0
+    damage: tuple[DamagedContent, ...] = ()
+    cursor: DrainCursor | None
+    left: int = 0
 
 
 class DeviceTags(msgspec.Struct, kw_only=True, frozen=True):

@@ -94,6 +94,13 @@ def share(transaction: Transaction, ino: int) -> None:
             _enter(transaction, ino, place, spans)
 
 
+def renew(transaction: Transaction, ino: int, place: ObjectId) -> None:
+    """Enter anew what an inode refers to of an object, when its map has changed."""
+    _forget(transaction, ino, place)
+    if owner(transaction, place) != ino:
+        _enter(transaction, ino, place, references(transaction, ino).get(place, []))
+
+
 def give_up_object(
     transaction: Transaction, ino: int, place: ObjectId, before: dict[ObjectId, Spans]
 ) -> list[Range]:

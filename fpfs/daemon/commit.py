@@ -391,6 +391,10 @@ class Commit:
         await self._reclaim.wait_given_back()
         return tuple(self._failures.values())
 
+    def removals_recorded(self, removal: int) -> None:
+        """Give back, when it is durable, what a transaction recorded up to this removal."""
+        self._reclaim.removals_recorded(removal)
+
     async def wait_durable(self, ino: int) -> None:
         """Return when an inode has no writer and its content and names survive power loss.
 

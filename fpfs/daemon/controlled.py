@@ -47,7 +47,6 @@ from fpfs.daemon.activity import ActivityControl
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_facts import may_list
 from fpfs.daemon.catalog_groups import Uncommitted
-from fpfs.daemon.device_control import DeviceControl
 from fpfs.daemon.pacing import Paced
 from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.tracing import Tracing
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_facts import Asker
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import Handler
-    from fpfs.daemon.device_changes import DeviceChanges
+    from fpfs.daemon.device_control import DeviceControl
     from fpfs.daemon.groups import Groups
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.launch import ServerConfig
@@ -86,7 +85,7 @@ class ControlledServer:
         self,
         *,
         config: ServerConfig,
-        changes: DeviceChanges,
+        devices: DeviceControl,
         catalog: Catalog,
         engine: Engine,
         namespace: Namespace,
@@ -99,7 +98,7 @@ class ControlledServer:
     ) -> None:
         """Keep the parts; none of them is closed here."""
         self._config = config
-        registry = self._registry = changes.registry
+        registry = self._registry = devices.registry
         self._catalog = catalog
         self._engine = engine
         self._namespace = namespace
@@ -135,7 +134,7 @@ class ControlledServer:
             ListVersions: self.list_versions,
             RestoreVersion: self.restore,
             CommitGroup: self.commit_group,
-            **DeviceControl(changes).handlers,
+            **devices.handlers,
             **self.tracing.handlers,
             **self._activity_control().handlers,
         }

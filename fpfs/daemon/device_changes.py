@@ -14,28 +14,39 @@ Concurrency: trio thread only; one change at a time. A change that has begun is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
-from fpfs.core.engine import DeviceConfig
-from fpfs.core.errors import CatalogError, InvalidOperation
+from fpfs.core.engine import RESERVE_BYTES, DeviceConfig
+from fpfs.core.errors import CatalogError, InvalidOperation, NoSpace
 from fpfs.core.refusal import Refused
-from fpfs.daemon import joining
-from fpfs.daemon.catalog_schema import DeviceRecord
+from fpfs.core.reports import DrainStarted
+from fpfs.core.units import format_size
+from fpfs.daemon import joining, metrics
+from fpfs.daemon.catalog_copies import ALONE_NAME
+from fpfs.daemon.catalog_schema import DeviceRecord, DeviceUse, flush_directory
 from fpfs.daemon.opening import CATALOG_NAME
 from fpfs.daemon.registry import DeviceRegistry
+from fpfs.daemon.reserve import RESERVE_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog import Catalog
     from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
     from fpfs.daemon.keeper import KeeperLink
     from fpfs.daemon.registry import Member
 
+CATALOG_FILES = (
+    CATALOG_NAME, f"{CATALOG_NAME}-wal", "catalog.sums", ALONE_NAME, RESERVE_NAME,
+)  # fmt: skip
 CATALOG_COPIES = 2
 """Devices that hold a copy of the catalog, where there are as many."""
 
@@ -79,6 +90,62 @@ class DeviceChanges:
                 log.info("%s is device %d from now on", device.path, device.number)
                 await self._ensure_copies()
         return self.registry.member(device.number)
+
+    async def drain(self, name: str) -> DrainStarted:
+        """Let no new chunk go to a device, also after this mount; says what it holds.
+
+        Copies of the catalog go elsewhere. Raises OSError: `NoSpace` where what it holds does not
+        fit on the others.
+        """
+        async with self._changing:
+            member = self.registry.one_named(name)
+            if member.is_missing:
+                raise InvalidOperation(f"device {member.number} ({member.path}) is missing")
+            others = [
+                other.path
+                for other in self.registry.members
+                if other.number != member.number and not (other.is_missing or other.is_draining)
+            ]
+            objects = member.directory.objects_path
+            held_bytes = await trio.to_thread.run_sync(metrics.allocated_bytes, objects)
+            free_bytes = await trio.to_thread.run_sync(_bytes_free, others)
+            if not others:
+                raise InvalidOperation("there is no other device for what it holds")
+            if held_bytes > free_bytes:
+                raise NoSpace(
+                    f"device {member.number} holds {format_size(held_bytes)}, and the others have"
+                    f" room for {format_size(free_bytes)}"
+                )
+            with trio.CancelScope(shield=True):
+                if not member.is_draining:
+                    await self.registry.set_use(member.number, DeviceUse.DRAINING)
+                    await self._catalog.make_durable()
+                    self._engine.set_draining(member.number, draining=True)
+                    log.info("device %d takes no new chunks any more", member.number)
+                await self._move_catalog(member)
+        return DrainStarted(number=member.number, path=member.path, bytes_total=held_bytes)
+
+    async def _move_catalog(self, member: Member) -> None:
+        """Let a device have no copy of the catalog, and another one have it. OSError."""
+        holders = self._devices.catalog_numbers
+        if member.number not in holders:
+            return
+        kept = tuple(number for number in holders if number != member.number)
+        if not any(not self.registry.member(number).is_missing for number in kept):
+            # The only one: there is another first, and both are named until this one is left.
+            await self._ensure_copies()
+            kept = tuple(n for n in self._devices.catalog_numbers if n != member.number)
+        await self._use_copies(kept)
+        await self._ensure_copies()
+        await trio.to_thread.run_sync(_remove_catalog, member.path)
+
+    async def _use_copies(self, numbers: Sequence[int]) -> None:
+        """Have the catalog on these devices, and say so in the stamps."""
+        members = [self.registry.member(number) for number in numbers]
+        paths = [Path(each.path, CATALOG_NAME) for each in members if not each.is_missing]
+        await self._catalog.move_copies(*paths)
+        changed = functools.partial(self._devices.devices_changed, catalog_numbers=numbers)
+        await trio.to_thread.run_sync(changed, self.registry.records)
 
     async def _take(self, path: str) -> DeviceDirectory:
         """Lock a directory, for the next servers, too."""
@@ -145,18 +212,26 @@ class DeviceChanges:
         ]
         if len(holders) >= CATALOG_COPIES or not spare:
             return
-        paths = [
-            Path(members[number].path, CATALOG_NAME)
-            for number in (*holders, spare[0].number)
-            if not members[number].is_missing
-        ]
         try:
-            await self._catalog.move_copies(*paths)
+            await self._use_copies((*holders, spare[0].number))
         except OSError as error:
             log.error("the catalog has no second copy: %s", error)
             return
         log.info("device %d holds a copy of the catalog from now on", spare[0].number)
-        changed = functools.partial(
-            self._devices.devices_changed, catalog_numbers=(*holders, spare[0].number)
-        )
-        await trio.to_thread.run_sync(changed, self.registry.records)
+
+
+def _bytes_free(paths: Sequence[str]) -> int:
+    """Return what can be written to directories, each filesystem counted once. Blocks."""
+    free = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = os.statvfs(path)
+            free[os.stat(path).st_dev] = found.f_bavail * found.f_frsize - RESERVE_BYTES
+    return sum(max(0, each) for each in free.values())
+
+
+def _remove_catalog(path: str) -> None:
+    """Remove a copy of the catalog that is not used any more. Blocks."""
+    for name in CATALOG_FILES:
+        Path(path, name).unlink(missing_ok=True)
+    flush_directory(Path(path))

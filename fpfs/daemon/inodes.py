@@ -281,11 +281,18 @@ class InodeTable:
         """
         if self._engine.loaded(inode.ino):
             return
-        content = EMPTY
         if inode.size or inode.allocated_bytes:
-            content = await self._catalog.read(lambda t: fetch_content(t, inode.ino))
-            if self._engine.loaded(inode.ino):
-                return
+            # In the catalog's order: who moves blocks tells it to what is loaded by then.
+            await self._catalog.read(
+                lambda t: fetch_content(t, inode.ino),
+                apply=lambda content: self._load_content(inode, content),
+            )
+        else:
+            self._load_content(inode, EMPTY)
+
+    def _load_content(self, inode: Inode, content: Content) -> None:
+        if self._engine.loaded(inode.ino):
+            return
         self._engine.load(
             inode.ino,
             size=inode.size,

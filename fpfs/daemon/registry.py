@@ -20,7 +20,7 @@ import msgspec
 
 from fpfs.core.device_names import TagChange, describe_devices, devices_named
 from fpfs.core.errors import NoSuchEntry
-from fpfs.daemon.catalog_devices import add_device, change_tags, fetch_devices
+from fpfs.daemon.catalog_devices import add_device, change_tags, fetch_devices, set_use
 from fpfs.daemon.catalog_schema import DeviceUse
 from fpfs.daemon.device_set import DeviceDirectory
 
@@ -144,6 +144,10 @@ class DeviceRegistry:
         """Enter a device that the mount has opened. Raises what `Catalog.write` does."""
         self._places[device.number] = device.path
         await self._catalog.write(lambda t: add_device(t, device), apply=self._apply)
+
+    async def set_use(self, number: int, use: DeviceUse) -> None:
+        """Let a device be something else to the filesystem. Raises what `Catalog.write` does."""
+        await self._catalog.write(lambda t: set_use(t, number, use), apply=self._apply)
 
     def member(self, number: int) -> Member:
         """Return the device with a number."""

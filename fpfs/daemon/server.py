@@ -47,8 +47,10 @@ from fpfs.daemon.commit import Commit
 from fpfs.daemon.control import ControlServer
 from fpfs.daemon.controlled import ControlledServer
 from fpfs.daemon.device_changes import DeviceChanges
+from fpfs.daemon.device_control import DeviceControl
 from fpfs.daemon.device_set import DeviceSet
 from fpfs.daemon.devices import open_devices
+from fpfs.daemon.draining import Draining
 from fpfs.daemon.ending import Ending
 from fpfs.daemon.groups import Groups
 from fpfs.daemon.inodes import InodeTable
@@ -158,9 +160,16 @@ class Server:
         self._closed = False
 
     def _make_controlled(self) -> ControlledServer:
+        draining = Draining(
+            catalog=self._catalog,
+            engine=self._engine,
+            inodes=self._inodes,
+            registry=self._changes.registry,
+            removals_recorded=self._commit.removals_recorded,
+        )
         return ControlledServer(
             config=self._config,
-            changes=self._changes,
+            devices=DeviceControl(self._changes, draining),
             catalog=self._catalog,
             engine=self._engine,
             namespace=self._namespace,

@@ -25,6 +25,7 @@ from fpfs.core.engine import (
     INLINE_BYTES_MAX,
     SEGMENT_BLOCKS,
     Connection,
+    CopiedRange,
     Damage,
     DeviceConfig,
     EngineConfig,
@@ -35,6 +36,7 @@ from fpfs.core.engine import (
     Layout,
     Left,
     LeftHandle,
+    Move,
     ObjectId,
     Range,
     Released,
@@ -554,6 +556,18 @@ class MemoryEngine:
     def set_draining(self, number: int, *, draining: bool) -> None:
         """See `Engine.set_draining`."""
         self.calls.append(("set_draining", number, draining))
+
+    async def copy(self, to: int, ranges: Sequence[CopiedRange]) -> tuple[int, Sequence[Damage]]:
+        """See `Engine.copy`: no device is drained here."""
+        raise NotImplementedError(f"{len(ranges)} ranges to device {to}")
+
+    def begin_move(self, ino: int, device: int) -> bool:
+        """See `Engine.begin_move`: no device is drained here."""
+        raise NotImplementedError(f"inode {ino} on device {device}")
+
+    def end_move(self, ino: int, moves: Sequence[Move]) -> None:
+        """See `Engine.end_move`: no device is drained here."""
+        raise NotImplementedError(f"inode {ino}: {moves}")
 
     async def remove_device(self, number: int) -> None:
         """See `Engine.remove_device`."""

@@ -69,6 +69,12 @@ nb::tuple event_tuple(const Event& event) {
             damage.append(nb::make_tuple(range, first, count, error));
           }
           return nb::make_tuple("done", e.ticket, e.error, damage);
+        } else if constexpr (std::is_same_v<T, CopiedEvent>) {
+          nb::list damage;
+          for (const auto& [range, first, count, error] : e.damage) {
+            damage.append(nb::make_tuple(range, first, count, error));
+          }
+          return nb::make_tuple("done", e.ticket, e.error, nb::make_tuple(e.object, damage));
         } else if constexpr (std::is_same_v<T, LogEvent>) {
           return nb::make_tuple("log", e.level, e.message, e.ticket);
         } else if constexpr (std::is_same_v<T, ReleasedEvent>) {
@@ -327,6 +333,55 @@ void bind_takeover(nb::class_<Engine>& type) {
            });
 }
 
+// Devices that come, drain and go, and what is moved from one to another.
+void bind_devices(nb::class_<Engine>& type) {
+  type.def(
+          "add_device",
+          [](Engine& engine, uint16_t number, const std::string& path, bool draining) {
+            const Status status = [&] {
+              const nb::gil_scoped_release release;
+              return engine.add_device(number, path, draining);
+            }();
+            check(status);
+          },
+          nb::arg("number"), nb::arg("path"), nb::arg("draining"))
+      .def(
+          "copy",
+          [](Engine& engine, uint16_t to,
+             const std::vector<std::tuple<uint16_t, uint64_t, uint32_t, uint64_t, bool,
+                                          std::vector<uint32_t>>>& ranges) {
+            std::vector<CopiedRange> copied;
+            for (const auto& [device, object, block, count, unwritten, checksums] : ranges) {
+              copied.push_back({Place{object, block, device, unwritten}, count, checksums});
+            }
+            const nb::gil_scoped_release release;
+            return engine.copy(to, std::move(copied));
+          },
+          nb::arg("to"), nb::arg("ranges"))
+      .def("begin_move",
+           [](Engine& engine, uint64_t ino, uint16_t device) {
+             const std::shared_ptr<File> file = engine.file(ino);
+             return file != nullptr && file->begin_move(device);
+           })
+      .def("end_move",
+           [](Engine& engine, uint64_t ino,
+              const std::vector<std::tuple<uint16_t, uint64_t, uint32_t, uint64_t, uint16_t,
+                                           uint64_t, uint32_t>>& moves) {
+             std::vector<Move> moved;
+             for (const auto& [device, object, block, count, to, to_object, to_block] : moves) {
+               moved.push_back({Place{object, block, device, false},
+                                Place{to_object, to_block, to, false}, count});
+             }
+             // One that was dropped meanwhile is not there any more.
+             if (const std::shared_ptr<File> file = engine.file(ino); file != nullptr) {
+               file->end_move(moved);
+             }
+           })
+      .def("set_draining", &Engine::set_draining, nb::arg("number"), nb::arg("draining"))
+      .def("remove_device", &Engine::remove_device, nb::arg("number"),
+           nb::call_guard<nb::gil_scoped_release>());
+}
+
 // What runs in the background and is answered by an event, and the life of the engine.
 void bind_plane(nb::class_<Engine>& type) {
   type.def("__init__",
@@ -350,19 +405,6 @@ void bind_plane(nb::class_<Engine>& type) {
              }
              return engine.discard(std::move(extents));
            })
-      .def(
-          "add_device",
-          [](Engine& engine, uint16_t number, const std::string& path, bool draining) {
-            const Status status = [&] {
-              const nb::gil_scoped_release release;
-              return engine.add_device(number, path, draining);
-            }();
-            check(status);
-          },
-          nb::arg("number"), nb::arg("path"), nb::arg("draining"))
-      .def("set_draining", &Engine::set_draining, nb::arg("number"), nb::arg("draining"))
-      .def("remove_device", &Engine::remove_device, nb::arg("number"),
-           nb::call_guard<nb::gil_scoped_release>())
       .def("remove_objects", &Engine::remove_objects, nb::call_guard<nb::gil_scoped_release>())
       .def("verify",
            [](Engine& engine,
@@ -532,6 +574,7 @@ NB_MODULE(_native, module) {
   bind_figures(type);
   bind_released(type);
   bind_plane(type);
+  bind_devices(type);
   bind_takeover(type);
   bind_open(module);
 }

@@ -54,6 +54,45 @@ bool continues(const Extent& left, const Extent& right) {
 
 }  // namespace
 
+std::vector<Extent> split_by(const Move& move, const Extent& extent) {
+  const Place& place = extent.place;
+  if (place.device != move.from.device || place.object != move.from.object) return {extent};
+  const uint64_t first = place.object_block;
+  const uint64_t begin = std::max<uint64_t>(first, move.from.object_block);
+  const uint64_t end = std::min(first + extent.count, move.from.object_block + move.count);
+  if (begin >= end) return {extent};
+  std::vector<Extent> parts;
+  if (begin > first) parts.push_back(extent.part(extent.block, begin - first));
+  Extent moved = extent.part(extent.block + (begin - first), end - begin);
+  moved.place = move.to;
+  moved.place.object_block += static_cast<uint32_t>(begin - move.from.object_block);
+  moved.place.unwritten = place.unwritten;
+  parts.push_back(moved);
+  if (end < first + extent.count) {
+    parts.push_back(extent.part(extent.block + (end - first), first + extent.count - end));
+  }
+  return parts;
+}
+
+void BlockMap::relocate(const Move& move) {
+  std::vector<Extent> affected;
+  for (const auto& [block, extent] : extents_) {
+    if (extent.place.device == move.from.device && extent.place.object == move.from.object) {
+      affected.push_back(extent);
+    }
+  }
+  for (const Extent& extent : affected) {
+    extents_.erase(extent.block);
+    for (const Extent& part : split_by(move, extent)) insert_merged(part);
+  }
+}
+
+bool BlockMap::has_unwritten(uint16_t device) const {
+  return std::any_of(extents_.begin(), extents_.end(), [device](const auto& entry) {
+    return entry.second.place.unwritten && entry.second.place.device == device;
+  });
+}
+
 void BlockMap::touch(uint64_t block, uint64_t count) {
   if (count == 0) return;
   const uint64_t last = (block + count - 1) / kSegmentBlocks;

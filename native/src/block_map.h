@@ -54,6 +54,16 @@ struct WrittenExtent {
   std::vector<uint32_t> checksums;
 };
 
+// Blocks that lie elsewhere now: `count` of them, behind each other both before and after.
+struct Move {
+  Place from;
+  Place to;
+  uint64_t count = 0;
+};
+
+// An extent, in parts each of which was moved, and is named by its new place, or was not.
+std::vector<Extent> split_by(const Move& move, const Extent& extent);
+
 class BlockMap {
  public:
   bool empty() const { return extents_.empty(); }
@@ -73,6 +83,11 @@ class BlockMap {
   // First block >= `block` that holds written data (or is a hole or unwritten); false if none.
   bool next_data(uint64_t block, uint64_t* found) const;
   uint64_t next_hole(uint64_t block) const;
+
+  // Lets blocks that lie at old places lie at new ones. No segment counts as changed: the catalog
+  // has it.
+  void relocate(const Move& move);
+  bool has_unwritten(uint16_t device) const;
 
   // Objects that extents refer to, as (device, object).
   std::set<std::pair<uint16_t, uint64_t>> objects() const;

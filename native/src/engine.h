@@ -87,6 +87,19 @@ struct Damage {
   uint64_t count;
   int error;
 };
+// Blocks behind each other in one object that are to be copied; those that are `unwritten` only get
+// a place. Without checksums they are copied as they are.
+struct CopiedRange {
+  Place place;
+  uint64_t count;
+  std::vector<uint32_t> checksums;
+};
+struct CopiedEvent {
+  uint64_t ticket;
+  int error;
+  uint64_t object;
+  std::vector<Damage> damage;
+};
 struct VerifiedEvent {
   uint64_t ticket;
   int error;
@@ -107,8 +120,8 @@ struct ClosedEvent {
 };
 // take_released() has something.
 struct ReleasedEvent {};
-using Event = std::variant<DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent, VerifiedEvent,
-                           LogEvent, ClosedEvent, ReleasedEvent, SpaceEvent>;
+using Event = std::variant<CopiedEvent, DrainedEvent, DroppedEvent, DoneEvent, SyncWriteEvent,
+                           VerifiedEvent, LogEvent, ClosedEvent, ReleasedEvent, SpaceEvent>;
 
 // An open file description as the kernel knows it.
 struct Handle {
@@ -221,6 +234,10 @@ class Engine : public Plane {
   // Reads what lies on the devices, past every cache, and compares it (engine_verify.cc).
   uint64_t verify(std::vector<StoredRange> ranges) EXCLUDES(verify_mutex_);
 
+  // Copies ranges, one behind the other, to a fresh object of the device `to`, and flushes that.
+  // The event names it, and what could not be read or is damaged (engine_copy.cc).
+  uint64_t copy(uint16_t to, std::vector<CopiedRange> ranges) EXCLUDES(verify_mutex_);
+
   // `directories`: what the channel may say of them by itself.
   // One that another process served is known to the arena.
   Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories,
@@ -294,6 +311,7 @@ class Engine : public Plane {
       : config_(std::move(config)), worker_("fpfs-worker"), waker_("fpfs-waker") {}
   uint64_t attach_recovered(const std::shared_ptr<File>& file, uint64_t ticket);
   class Verification;
+  class Copying;
   void verification_ended() EXCLUDES(verify_mutex_);
   void end_verifications() EXCLUDES(verify_mutex_);
   Status check_placement(Placement* placement) const;

@@ -256,6 +256,13 @@ class File : public std::enable_shared_from_this<File> {
   // Discards everything unsaved; `done` gets every object that the file held.
   void drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) EXCLUDES(mutex_);
 
+  // --- moving committed blocks to another device (file_move.cc) ---
+  // Keeps changes away from places on a device until end_move(). False: some are under way now.
+  // The caller lets no drain begin in between.
+  bool begin_move(uint16_t device) EXCLUDES(mutex_);
+  // The catalog has moved these blocks; none, if it has not.
+  void end_move(const std::vector<Move>& moves) EXCLUDES(mutex_);
+
   // --- size and space (file_space.cc) ---
   void truncate(uint64_t size, Done done) EXCLUDES(mutex_);
   // One step of fallocate(2); call again after Wait.
@@ -342,6 +349,10 @@ class File : public std::enable_shared_from_this<File> {
   // Puts a copy of the leased slot in its place; the leaseholder keeps the original. Null if no
   // slot is free.
   Slot* steal(Slot* slot) REQUIRES(mutex_);
+
+  // file_move.cc
+  void follow(const std::vector<Move>& moves) REQUIRES(mutex_);
+  static void relocate(const Move& move, std::vector<Extent>* extents);
 
   // Space (file_space.cc)
   uint16_t device_for(uint64_t chunk) REQUIRES(mutex_);
@@ -437,6 +448,7 @@ class File : public std::enable_shared_from_this<File> {
   std::deque<Barrier> barriers_ GUARDED_BY(mutex_);
   bool draining_ GUARDED_BY(mutex_) = false;
   bool dropped_ GUARDED_BY(mutex_) = false;
+  std::optional<uint16_t> moving_ GUARDED_BY(mutex_);  // blocks of this device, see begin_move
 
   std::map<uint16_t, std::shared_ptr<Appender>> appenders_ GUARDED_BY(mutex_);
   std::map<std::pair<uint16_t, uint64_t>, ObjectRef> objects_ GUARDED_BY(mutex_);  // owned
@@ -508,6 +520,7 @@ struct File::SlotIo : IoRequest {
   Slot* slot = nullptr;
   Extent extent;  // what is written, or the block that is fetched
   std::unique_ptr<char, void (*)(void*)> bounce{nullptr, nullptr};  // of a fetch
+  unsigned phase = 0;                                               // likewise
   std::vector<Checksum> expected;                                   // of the block that is fetched
   std::vector<uint32_t> checksums;  // of the blocks that are written
   std::vector<uint16_t> tried;      // devices that failed

@@ -165,6 +165,8 @@ bool File::complete_block(Slot* slot, uint64_t index, Actions& actions) {
     io->ino = ino_;
     io->file_offset = block * kBlockBytes;
     if (plane_.checksums()) io->expected = map_.checksums(block, 1);
+    // Blocks may be moved meanwhile, which gives the old place back.
+    io->phase = plane_.read_begin();
     ++slot->pending_io;
     Device* device = plane_.device(old.place.device);
     actions.add([device, request = io.release()] {
@@ -233,6 +235,7 @@ void File::place(Slot* slot, Actions& actions) {
     mutex_.assert_held();
     Extent extent;
     if (!map_.find(chunk_first + i, &extent) || !extent.place.unwritten) return false;
+    if (moving_ == extent.place.device) return false;
     *place = extent.place;
     return true;
   };
@@ -305,6 +308,7 @@ void File::io_done(SlotIo* io, int result) {
     const MutexLock lock(mutex_);
     std::unique_ptr<SlotIo> owned(io);
     if (io->op == IoOp::Read) {
+      actions.add([this, phase = io->phase] { plane_.read_end(phase); });
       fetched(io, result, actions);
     } else if (result != 0) {
       write_failed(std::move(owned), result, actions);
