@@ -41,6 +41,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "fpfs-ctl restore": ("fpfs-ctl restore /ckpt/run7/last.pt@7",),
     "fpfs-ctl commit": ("fpfs-ctl commit /ckpt/run7/step100",),
     "fpfs-ctl completion": ("fpfs-ctl completion bash > ~/.local/share/fpfs.bash",),
+    "fpfs-ctl top": ("fpfs-ctl top /ckpt",),
     "fpfs-ctl trace": ("fpfs-ctl trace /ckpt/run7/last.pt -o trace.json",),
     "fpfs-ctl tune": ("fpfs-ctl tune /ckpt", "fpfs-ctl tune --apply --bytes 2G /ckpt/run7"),
     "fpfs-ctl policy": ("fpfs-ctl policy set /ckpt/run7 versions=2 commit=group",),
@@ -57,6 +58,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "fpfs-ctl policy apply": ("fpfs-ctl policy apply /ckpt policies.toml",),
     "fpfs-ctl device": ("fpfs-ctl device list /ckpt",),
     "fpfs-ctl device add": ("fpfs-ctl device add /ckpt /nvme2/fpfs",),
+    "fpfs-ctl device drain": (
+        "fpfs-ctl device drain /ckpt 2",
+        "fpfs-ctl device drain --rate 200M /ckpt /nvme2/fpfs",
+    ),
     "fpfs-ctl device list": ("fpfs-ctl device list /ckpt",),
     "fpfs-ctl device tag": ("fpfs-ctl device tag /ckpt 2 +fast -spare",),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fpfs.cli.ctl import Restarted
+from fpfs.cli.drain import DrainReport
 from fpfs.cli.listing import Listing
 from fpfs.cli.policy import PoliciesApplied
 from fpfs.cli.scrub import ScrubReport
@@ -37,6 +38,7 @@ from fpfs.core.reports import (
 PRINTED: Mapping[str, Any] = {
     "commit": Flushed,
     "device add": DeviceTags,
+    "device drain": DrainReport,
     "device list": tuple[DeviceStatus, ...],
     "device tag": DeviceTags,
     "flush": Flushed,

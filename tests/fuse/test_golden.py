@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("tune", "--bytes", "256M", "--time", "1", "tuned"),
     "restart": ("restart", "."),
     "device add": ("device", "add", ".", "NEW"),
+    "device drain": ("device", "drain", ".", "0"),
 }
 """By command: words, of which those that are paths are below the mountpoint."""
 
@@ -245,4 +246,4 @@ def test_paths_of_golden_files_are_no_paths_of_this_machine() -> None:
     for path in [*golden.FOLDER.rglob("*.txt"), *golden.FOLDER.rglob("*.json")]:
         text = Path(path).read_text()
         assert "fpfs-test-" not in text, path
-        assert str(REPOSITORY) not in text, path
+        assert f"{REPOSITORY}/" not in text, path
