@@ -228,6 +228,7 @@ void File::place(Slot* slot, Actions& actions) {
   const uint64_t chunk_first = slot->chunk * (placement_.chunk_bytes / kBlockBytes);
   const uint64_t count = placement_.chunk_bytes / kBlockBytes;
   const auto touched = [&](uint64_t i) {
+    mutex_.assert_held();
     const auto begin = static_cast<uint32_t>(i * kBlockBytes);
     return block_limit(slot, i) != 0 && slot->ranges.intersects(begin, begin + kBlockBytes);
   };

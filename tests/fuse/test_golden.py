@@ -159,6 +159,7 @@ def plain(mount: Mount, text: str) -> str:
     text = re.sub(r"\b[0-9a-f]{16}\b", "ID", text)
     text = re.sub(r"(server|keeper|by|version|inode) \d+", r"\1 N", text)
     text = re.sub(r"\d+(\.\d+)? (B|[KMGTP]iB|[kMG]B/s)\b", "SIZE", text)
+    text = re.sub(r"\.\.\.\w?/device", ".../device", text)  # cut to the columns that there are
     return re.sub(r" {2,}", "  ", text)
 
 
