@@ -23,6 +23,7 @@ from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.trace import EventKind, TraceState, TransferKind
 
 WAITING = "waiting for a save of"
+BEGUN = "a save began of"
 
 
 def trace(
@@ -89,9 +90,14 @@ def _read(
     # Always: who starts the save by a script has to know that it is waited for.
     sys.stderr.write(f"{WAITING} {traced.path}\n")
     sys.stderr.flush()
+    has_begun = False
     while True:
         read = client.ask(ReadTrace(trace=number))
         traced.events += read.events
+        if not has_begun and any(event.kind is EventKind.REQUEST for event in read.events):
+            has_begun = True
+            sys.stderr.write(f"{BEGUN} {traced.path}\n")
+            sys.stderr.flush()
         traced.steps += read.steps
         traced.lost, traced.state = read.lost, str(read.state)
         traced.opened_ns, traced.device_paths = read.opened_ns, read.device_paths

@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fpfs.cli.trace import WAITING
+from fpfs.cli.trace import BEGUN, WAITING
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.chrome_traces import check_format, spans_of
 from tests.support.processes import REPOSITORY
@@ -72,7 +71,7 @@ def test_a_save_on_a_timeline(shared: Mount, tmp_path: Path) -> None:
         (shared.root / "other").write_bytes(bytes(SIZE))
         file.write_bytes(os.urandom(SIZE))
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, stderr) == (0, "")
+    assert (process.returncode, stderr) == (0, f"{BEGUN} {file}\n")
     assert f"{output}: {file}, durable after " in stdout
     assert " 5 chunks, 2 devices; " in stdout
     assert os.listdir(tmp_path) == ["trace.json"]
@@ -140,7 +139,8 @@ def test_an_interrupted_save_is_written_as_far_as_it_was_seen(
     file = shared.root / "log"
     with tracing(file, output) as process, open(file, "wb", buffering=0) as stream:
         stream.write(bytes(SIZE))
-        time.sleep(0.5)  # the client has asked since: there is nothing that would tell
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"{BEGUN} {file}\n"
         process.send_signal(signal.SIGINT)
         stdout, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
