@@ -10,14 +10,14 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 from fpfs.cli.asking import Json, print_json
-from fpfs.cli.drain import drain_device
+from fpfs.cli.drain import DrainReport, drain_device
 from fpfs.cli.show import check_timeout, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.device_names import parse_tags
 from fpfs.core.paths import show_text
-from fpfs.core.questions import AddDevice, AskStatus, TagDevice
+from fpfs.core.questions import AddDevice, AskStatus, EndDrain, RemoveDevice, TagDevice
 from fpfs.core.refusal import Refused, refuse_empty
-from fpfs.core.reports import DeviceStatus
+from fpfs.core.reports import DeviceState, DeviceStatus
 from fpfs.core.units import format_size, parse_size_bytes
 
 app = App(
@@ -60,7 +60,7 @@ def _show_devices(devices: tuple[DeviceStatus, ...]) -> None:
             show_text(device.path),
             " ".join(device.tags),
             device.state,
-            "contents, catalog" if device.has_catalog else "contents",
+            _held_by(device),
             format_size(device.bytes_used),
             format_size(device.bytes_free),
         )
@@ -68,6 +68,15 @@ def _show_devices(devices: tuple[DeviceStatus, ...]) -> None:
     for device in devices:
         if device.error:
             say(console, f"warning: device {device.number} ({device.path}): {device.error}")
+
+
+def _held_by(device: DeviceStatus) -> str:
+    """Say in words what is on a device."""
+    is_drained = device.state is DeviceState.DRAINING and not device.bytes_used
+    held = [] if is_drained else ["contents"]
+    if device.has_catalog:
+        held.append("catalog")
+    return ", ".join(held) or "nothing"
 
 
 @app.command
@@ -123,7 +132,15 @@ def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
 
 
 @app.command
-def drain(mountpoint: str, device: str, /, *, rate: str | None = None, json: Json = False) -> int:
+def drain(
+    mountpoint: str,
+    device: str,
+    /,
+    *,
+    rate: str | None = None,
+    cancel: bool = False,
+    json: Json = False,
+) -> int:
     """Move what a device of the mount at MOUNTPOINT holds to the others, while programs go on.
 
     From the beginning on no new chunk goes there, also after a remount. What is being written is
@@ -136,6 +153,8 @@ def drain(mountpoint: str, device: str, /, *, rate: str | None = None, json: Jso
         Its number, its directory, or a tag that it alone has.
     rate
         Bytes to move in a second at most, such as 500M (default: as fast as it goes).
+    cancel
+        Use the device again: new chunks go there, and what was moved stays where it is.
     json
         Print the result as JSON; sizes in bytes.
     """
@@ -143,9 +162,50 @@ def drain(mountpoint: str, device: str, /, *, rate: str | None = None, json: Jso
     if bytes_per_s == 0:
         raise Refused(asked="--rate 0", wrong="nothing would be moved", remedy="take 1M or more")
     asked = f"device drain {mountpoint} {device}"
+    if cancel:
+        if rate is not None:
+            wrong, remedy = "--cancel moves nothing", "leave --rate away"
+            raise Refused(asked=f"--rate {rate}", wrong=wrong, remedy=remedy)
+        return _end_drain(mountpoint, name_of(device, asked=asked), json=json, asked=asked)
     return drain_device(
         mountpoint, name_of(device, asked=asked), bytes_per_s=bytes_per_s, json=json, asked=asked
     )
+
+
+def _end_drain(mountpoint: str, device: str, *, json: bool, asked: str) -> int:
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        kept = client.ask(EndDrain(device=device))
+    if json:
+        print_json(DrainReport(number=kept.number, path=kept.path))
+    else:
+        sys.stdout.write(f"device {kept.number} ({show_text(kept.path)}) is in use\n")
+    return 0
+
+
+@app.command
+def remove(mountpoint: str, device: str, /, *, json: Json = False) -> int:
+    """Take a device out of the mount at MOUNTPOINT that was drained.
+
+    From then on the filesystem is mounted without it. Its directory is made empty. One that is
+    missing can be removed when no file has anything on it. Its number is never used again.
+
+    Parameters
+    ----------
+    device
+        Its number, its directory, or a tag that it alone has.
+    """
+    asked = f"device remove {mountpoint} {device}"
+    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
+        removed = client.ask(RemoveDevice(device=name_of(device, asked=asked)))
+    if json:
+        print_json(removed)
+    else:
+        left = "which is empty" if removed.is_empty else "in which nothing is needed any more"
+        sys.stdout.write(
+            f"device {removed.number} is removed; leave its directory {show_text(removed.path)},"
+            f" {left}, away when the filesystem is mounted\n"
+        )
+    return 0
 
 
 def name_of(device: str, *, asked: str) -> str:

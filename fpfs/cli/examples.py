@@ -61,8 +61,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "fpfs-ctl device drain": (
         "fpfs-ctl device drain /ckpt 2",
         "fpfs-ctl device drain --rate 200M /ckpt /nvme2/fpfs",
+        "fpfs-ctl device drain --cancel /ckpt 2",
     ),
     "fpfs-ctl device list": ("fpfs-ctl device list /ckpt",),
+    "fpfs-ctl device remove": ("fpfs-ctl device remove /ckpt 2",),
     "fpfs-ctl device tag": ("fpfs-ctl device tag /ckpt 2 +fast -spare",),
 }
 """By command: lines to type."""

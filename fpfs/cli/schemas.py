@@ -24,6 +24,7 @@ from fpfs.cli.stat import FilesReport
 from fpfs.cli.tune import TuneReport
 from fpfs.core.fsck import CheckReport
 from fpfs.core.reports import (
+    DeviceRemoved,
     DeviceStatus,
     DeviceTags,
     Flushed,
@@ -40,6 +41,7 @@ PRINTED: Mapping[str, Any] = {
     "device add": DeviceTags,
     "device drain": DrainReport,
     "device list": tuple[DeviceStatus, ...],
+    "device remove": DeviceRemoved,
     "device tag": DeviceTags,
     "flush": Flushed,
     "fsck": CheckReport,

@@ -43,13 +43,17 @@ from typing import ClassVar
 
 
 class FpfsError(OSError):
-    """Base of all errors of fpfs; `code` is the errno that the caller of the filesystem sees."""
+    """Base of all errors of fpfs; `code` is the errno that the caller of the filesystem sees.
+
+    `remedy` says what to do, where that is known.
+    """
 
     code: ClassVar[int] = errno.EIO
 
-    def __init__(self, message: str = "") -> None:
-        """Make the error with a message that says what was asked and what is wrong."""
+    def __init__(self, message: str = "", *, remedy: str = "") -> None:
+        """Make the error with a message that says what is wrong, and with what to do."""
         super().__init__(self.code, message or os.strerror(self.code))
+        self.remedy = remedy
 
 
 class NoSuchEntry(FpfsError, FileNotFoundError):
@@ -177,15 +181,7 @@ class DamagedData(FpfsError):
 
 
 class CatalogError(FpfsError):
-    """The catalog failed; nothing that it did not acknowledge happened.
-
-    `remedy` says what to do, where that is known.
-    """
-
-    def __init__(self, message: str = "", *, remedy: str = "") -> None:
-        """Make the error with its message, and with what to do."""
-        super().__init__(message)
-        self.remedy = remedy
+    """The catalog failed; nothing that it did not acknowledge happened."""
 
 
 class CatalogMissing(CatalogError, FileNotFoundError):

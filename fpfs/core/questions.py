@@ -16,6 +16,7 @@ import msgspec
 
 from fpfs.core.activity import Activity, FilesInProgress
 from fpfs.core.reports import (
+    DeviceRemoved,
     DeviceTags,
     DrainCursor,
     Drained,
@@ -328,6 +329,25 @@ class DrainNext(Question[Drained], kw_only=True, frozen=True, tag="drain"):
     bytes_max: int = 0
 
 
+class EndDrain(Question[DeviceTags], kw_only=True, frozen=True, tag="end-drain"):
+    """Let new chunks go to the device with a name again."""
+
+    answer = DeviceTags
+    owners = True
+    asked_again = True
+
+    device: str
+
+
+class RemoveDevice(Question[DeviceRemoved], kw_only=True, frozen=True, tag="remove"):
+    """Do without the device with a name, which holds nothing."""
+
+    answer = DeviceRemoved
+    owners = True
+
+    device: str
+
+
 class WaitForEnd(Question[Flushed], kw_only=True, frozen=True, tag="end"):
     """Wait until the server ends: then nothing more can be lost or saved."""
 
@@ -361,6 +381,8 @@ AnyQuestion: TypeAlias = (
     | AddDevice
     | StartDrain
     | DrainNext
+    | EndDrain
+    | RemoveDevice
     | WaitForEnd
 )
 """What a line to the server is decoded as."""

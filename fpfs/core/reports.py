@@ -328,6 +328,17 @@ class DrainStarted(msgspec.Struct, kw_only=True, frozen=True):
     bytes_total: int
 
 
+class DeviceRemoved(msgspec.Struct, kw_only=True, frozen=True):
+    """A device that the filesystem does without from now on.
+
+    `is_empty`: its directory can be used for anything.
+    """
+
+    number: int
+    path: str
+    is_empty: bool
+
+
 class Drained(msgspec.Struct, kw_only=True, frozen=True):
     """What a step of a drain came to. `cursor` says where to go on; without one a round is over.
 

@@ -19,7 +19,7 @@ from fpfs.core.errors import BusyFile, DamagedData
 from fpfs.core.layout import UNWRITTEN, Run, Segment, decode_segment, encode_segment
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_contents import record_removals, store_segment
-from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.catalog_schema import DeviceUse, row_crc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -205,7 +205,13 @@ def fetch_objects_on(
 def remove_unreferenced(
     transaction: Transaction, device: int, objects: Sequence[HeldObject]
 ) -> int:
-    """Give back objects that no map refers to; returns the largest removal made, or 0."""
+    """Give back objects that no map refers to; returns the largest removal made, or 0.
+
+    None on a device that does not drain any more, where some may just have been made.
+    """
+    (use,) = transaction.execute("SELECT state FROM devices WHERE number = ?", (device,)).fetchone()
+    if use != DeviceUse.DRAINING:
+        return 0
     gone = []
     for held in objects:
         place = ObjectId(device, held.id)
@@ -233,3 +239,8 @@ def usage_of(transaction: Transaction, device: int) -> DeviceUsage:
         for table in ("objects", "shares", "removals")
     ]
     return DeviceUsage(*(int(count) for (count,) in counts))
+
+
+def forget_removals_on(transaction: Transaction, device: int) -> None:
+    """Give nothing back on a device that is gone for good."""
+    transaction.execute("DELETE FROM removals WHERE device = ?", (device,))

@@ -233,7 +233,8 @@ class ControlServer:
             await self._send(stream, Reply(error=refused.wrong, remedy=refused.remedy))
             return
         except OSError as error:
-            await self._send(stream, Reply(error=error.strerror or str(error)))
+            wrong, remedy = error.strerror or str(error), getattr(error, "remedy", "")
+            await self._send(stream, Reply(error=wrong, remedy=remedy))
             return
         except trio.BrokenResourceError:
             raise

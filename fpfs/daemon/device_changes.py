@@ -1,4 +1,4 @@
-"""Devices that are added to a mounted filesystem, while programs use it.
+"""Devices that come and go while programs use a mounted filesystem.
 
 A change of the devices is in three places: the catalog, which decides, the stamps of all devices,
 which a mount reads first, and the locks, which the keeper holds for servers to come.
@@ -8,6 +8,8 @@ Invariants:
     takes over has whatever the catalog names.
   * The catalog knows a device, durably, before any stamp of another device does, and before any
     chunk goes there.
+  * A device is removed from the catalog first, and only while nothing in it names the device. Its
+    directory is emptied last, and keeps what has content.
 
 Concurrency: trio thread only; one change at a time. A change that has begun is not cancelled.
 """
@@ -26,13 +28,14 @@ import trio
 from fpfs.core.engine import RESERVE_BYTES, DeviceConfig
 from fpfs.core.errors import CatalogError, InvalidOperation, NoSpace
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import DrainStarted
+from fpfs.core.reports import DeviceRemoved, DrainStarted
 from fpfs.core.units import format_size
 from fpfs.daemon import joining, metrics
 from fpfs.daemon.catalog_copies import ALONE_NAME
+from fpfs.daemon.catalog_moves import DeviceUsage
 from fpfs.daemon.catalog_schema import DeviceRecord, DeviceUse, flush_directory
 from fpfs.daemon.opening import CATALOG_NAME
-from fpfs.daemon.registry import DeviceRegistry
+from fpfs.daemon.registry import DeviceRegistry, still_used
 from fpfs.daemon.reserve import RESERVE_NAME
 
 if TYPE_CHECKING:
@@ -100,7 +103,11 @@ class DeviceChanges:
         async with self._changing:
             member = self.registry.one_named(name)
             if member.is_missing:
-                raise InvalidOperation(f"device {member.number} ({member.path}) is missing")
+                raise InvalidOperation(
+                    f"device {member.number} ({member.path}) is missing",
+                    remedy="mount with it; fpfs-ctl device remove takes a lost one out that"
+                    " nothing is on",
+                )
             others = [
                 other.path
                 for other in self.registry.members
@@ -110,11 +117,15 @@ class DeviceChanges:
             held_bytes = await trio.to_thread.run_sync(metrics.allocated_bytes, objects)
             free_bytes = await trio.to_thread.run_sync(_bytes_free, others)
             if not others:
-                raise InvalidOperation("there is no other device for what it holds")
+                raise InvalidOperation(
+                    "there is no other device for what it holds",
+                    remedy="add one with fpfs-ctl device add first",
+                )
             if held_bytes > free_bytes:
                 raise NoSpace(
                     f"device {member.number} holds {format_size(held_bytes)}, and the others have"
-                    f" room for {format_size(free_bytes)}"
+                    f" room for {format_size(free_bytes)}",
+                    remedy="add a device with fpfs-ctl device add, or remove files, first",
                 )
             with trio.CancelScope(shield=True):
                 if not member.is_draining:
@@ -125,19 +136,78 @@ class DeviceChanges:
                 await self._move_catalog(member)
         return DrainStarted(number=member.number, path=member.path, bytes_total=held_bytes)
 
+    async def keep(self, name: str) -> Member:
+        """Let new chunks go to a device again that was to be drained. Raises OSError."""
+        async with self._changing:
+            member = self.registry.one_named(name)
+            with trio.CancelScope(shield=True):
+                if member.is_draining:
+                    await self.registry.set_use(member.number, DeviceUse.IN_USE)
+                    await self._catalog.make_durable()
+                    self._engine.set_draining(member.number, draining=False)
+                    log.info("device %d takes new chunks again", member.number)
+                await self._ensure_copies()
+        return self.registry.member(member.number)
+
+    async def remove(self, name: str) -> DeviceRemoved:
+        """Do without a device from now on that holds nothing; its directory is emptied.
+
+        Raises OSError: `InvalidOperation` for one that is in use, `BusyFile` while something is
+        on it.
+        """
+        async with self._changing:
+            member = self.registry.one_named(name)
+            number, path = member.number, member.path
+            if not (member.is_draining or member.is_missing):
+                raise InvalidOperation(
+                    f"device {number} ({path}) is in use",
+                    remedy=f"move what it holds first: fpfs-ctl device drain {self._mountpoint}"
+                    f" {number}",
+                )
+            # In this order: what is held may be committed, and forgotten, in between.
+            held = sum(place.device == number for place in self._engine.held_objects())
+            if held:
+                raise still_used(DeviceUsage(held, 0, 0), member)
+            with trio.CancelScope(shield=True):
+                await self._move_catalog(member)
+                await self.registry.remove(member)
+                await self._catalog.make_durable()
+                if not member.is_missing:
+                    await self._engine.remove_device(number)
+                await trio.to_thread.run_sync(self._devices.devices_changed, self.registry.records)
+                is_empty = False
+                if not member.is_missing:
+                    is_empty = await trio.to_thread.run_sync(joining.empty_directory, path)
+                    self._link.let_go(member.directory.lock_path)
+                self._devices.leave(number)
+                log.info("%s is not device %d any more", path, number)
+        return DeviceRemoved(number=number, path=path, is_empty=is_empty)
+
     async def _move_catalog(self, member: Member) -> None:
         """Let a device have no copy of the catalog, and another one have it. OSError."""
-        holders = self._devices.catalog_numbers
-        if member.number not in holders:
-            return
-        kept = tuple(number for number in holders if number != member.number)
-        if not any(not self.registry.member(number).is_missing for number in kept):
-            # The only one: there is another first, and both are named until this one is left.
+        if member.number in self._devices.catalog_numbers:
+            kept = self._copies_without(member)
+            if not self._any_present(kept):
+                # The only one: there is another first; both are named until this one is left.
+                await self._ensure_copies()
+                kept = self._copies_without(member)
+            if not self._any_present(kept):
+                raise CatalogError(
+                    f"device {member.number} has the only copy of the catalog, and no other"
+                    " device takes one",
+                    remedy="see the server's log, make room on another device, and ask again",
+                )
+            await self._use_copies(kept)
             await self._ensure_copies()
-            kept = tuple(n for n in self._devices.catalog_numbers if n != member.number)
-        await self._use_copies(kept)
-        await self._ensure_copies()
-        await trio.to_thread.run_sync(_remove_catalog, member.path)
+        if not member.is_missing:
+            # Also what a server left that died before it came to this.
+            await trio.to_thread.run_sync(_remove_catalog, member.path)
+
+    def _copies_without(self, member: Member) -> tuple[int, ...]:
+        return tuple(n for n in self._devices.catalog_numbers if n != member.number)
+
+    def _any_present(self, numbers: Sequence[int]) -> bool:
+        return any(not self.registry.member(number).is_missing for number in numbers)
 
     async def _use_copies(self, numbers: Sequence[int]) -> None:
         """Have the catalog on these devices, and say so in the stamps."""

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from fpfs.core.device_names import TagChange
 from fpfs.core.errors import InvalidOperation
-from fpfs.core.questions import AddDevice, DrainNext, Question, StartDrain, TagDevice
-from fpfs.core.reports import DeviceTags, Drained, DrainStarted
+from fpfs.core.questions import (
+    AddDevice,
+    DrainNext,
+    EndDrain,
+    Question,
+    RemoveDevice,
+    StartDrain,
+    TagDevice,
+)
+from fpfs.core.reports import DeviceRemoved, DeviceTags, Drained, DrainStarted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +46,8 @@ class DeviceControl:
             AddDevice: self._add,
             StartDrain: self._start_drain,
             DrainNext: self._drain,
+            EndDrain: self._end_drain,
+            RemoveDevice: self._remove,
         }
 
     async def _tag(self, question: TagDevice) -> DeviceTags:
@@ -58,8 +68,19 @@ class DeviceControl:
         """Move some of what a device holds. OSError when it does not drain."""
         member = self.registry.one_named(str(question.number))
         if not member.is_draining:
-            raise InvalidOperation(f"device {member.number} does not drain")
+            raise InvalidOperation(
+                f"device {member.number} does not drain any more",
+                remedy="somebody ended it: ask for the drain again",
+            )
         return await self._draining.step(member.number, question.cursor, question.bytes_max)
+
+    async def _end_drain(self, question: EndDrain) -> DeviceTags:
+        """Let new chunks go to a device again. OSError when there is no such device."""
+        return _told(await self._changes.keep(question.device))
+
+    async def _remove(self, question: RemoveDevice) -> DeviceRemoved:
+        """Do without a device from now on. OSError while something is on it."""
+        return await self._changes.remove(question.device)
 
 
 def _told(device: Member) -> DeviceTags:

@@ -167,6 +167,7 @@ class DeviceSet:
         """
         gone = [device.path for device in self.devices if device.number == number]
         self.devices = tuple(device for device in self.devices if device.number != number)
+        self.missing = tuple(device for device in self.missing if device.number != number)
         for lock_fd in list(self._lock_fds):
             if folder_of_lock(lock_fd) in gone:
                 self._unlock(lock_fd)

@@ -1,4 +1,4 @@
-"""A directory on its way to become a device of a filesystem that is in use.
+"""A directory on its way to become a device of a filesystem that is in use, or back from it.
 
 Its stamp says so (`Stamp.joining`) until the catalog knows it: a directory that a server died over
 is recognised, and can be added again.
@@ -13,6 +13,7 @@ Concurrency: functions that block.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import uuid
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from fpfs.daemon.devices import DEVICES_MAX, check_directory, check_empty
 from fpfs.daemon.mounting import check_outside
 from fpfs.daemon.stamp import (
     FORMAT_VERSION,
+    LOCK_NAME,
     STAMP_NAME,
     Stamp,
     lock_directory,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from fpfs.daemon.device_set import DeviceSet
+
+
+log = logging.getLogger(__name__)
 
 
 def take_directory(
@@ -112,28 +117,48 @@ def _check_free(
 
 
 def give_back(path: str, *, asked: str) -> None:
-    """Make a directory empty again that never became a device. Raises `Refused`.
+    """Make a directory empty again that is no device, or none any more. Raises `Refused`.
 
     Objects that were made ahead of need are empty; others there cannot be.
     """
     objects = os.path.join(path, OBJECTS_NAME)
     with refusing(path, asked=asked), contextlib.suppress(FileNotFoundError):
-        for folder in sorted(os.scandir(objects), key=lambda entry: entry.name):
-            if folder.name == PROBE_NAME:
-                os.unlink(folder)
+        for folder in sorted(os.listdir(objects)):
+            place = os.path.join(objects, folder)
+            if folder == PROBE_NAME:
+                os.unlink(place)
                 continue
-            for entry in os.scandir(folder):
-                if entry.stat(follow_symlinks=False).st_size:
-                    raise Refused(
-                        asked=asked,
-                        wrong=f"{path} was never added, and yet {entry.path} is not empty",
-                        remedy="name an empty directory",
-                    )
-                os.unlink(entry)
-            os.rmdir(folder)
+            for name in sorted(os.listdir(place)):
+                _unlink_empty(path, os.path.join(place, name), asked=asked)
+            os.rmdir(place)
         os.rmdir(objects)
     with refusing(path, asked=asked), contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(path, STAMP_NAME))
+
+
+def _unlink_empty(path: str, name: str, *, asked: str) -> None:
+    if os.lstat(name).st_size:
+        raise Refused(
+            asked=asked,
+            wrong=f"{path} is no device, and yet {name} is not empty",
+            remedy="name an empty directory",
+        )
+    os.unlink(name)
+
+
+def empty_directory(path: str) -> bool:
+    """Take out of a locked directory what made it a device; False where something is left.
+
+    What has content is kept, although nothing refers to it. Blocks.
+    """
+    try:
+        give_back(path, asked="remove")
+        return not set(os.listdir(path)) - {"lost+found", LOCK_NAME}
+    except OSError as error:
+        log.warning("%s cannot be emptied: %s", path, error)
+    except Refused as refused:
+        log.warning("%s cannot be emptied: %s", path, refused.wrong)
+    return False
 
 
 def stamp_joining(device: DeviceDirectory, devices: Sequence[DeviceDirectory], of: str) -> None:

@@ -24,7 +24,7 @@ from fpfs.daemon.control import Access
 from fpfs.daemon.places import CPU_LATENCY, arena_path
 
 if TYPE_CHECKING:
-    from fpfs.daemon.device_set import DeviceSet
+    from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
     from fpfs.daemon.launch import ServerConfig
     from fpfs.daemon.registry import DeviceRegistry
 
@@ -81,9 +81,7 @@ def open_catalog(devices: DeviceSet) -> Catalog:
     """
     paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
     absent = [Path(folder, CATALOG_NAME) for folder in devices.missing_catalog_directories]
-    unused = not devices.joining and not any(
-        any(os.scandir(device.objects_path)) for device in devices.devices
-    )
+    unused = not devices.joining and not any(map(_was_used, devices.devices))
     is_new = unused and not devices.missing and not any(path.exists() for path in paths)
     if is_new:
         Catalog.format(
@@ -96,6 +94,14 @@ def open_catalog(devices: DeviceSet) -> Catalog:
             root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
         )
     return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new, absent=absent)
+
+
+def _was_used(device: DeviceDirectory) -> bool:
+    """Whether there may ever have been something on a device."""
+    try:
+        return bool(os.listdir(device.objects_path))
+    except FileNotFoundError:
+        return True  # a server died while it emptied one that was removed
 
 
 def check_identity(catalog: Catalog, devices: DeviceSet) -> None:

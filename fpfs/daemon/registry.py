@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fpfs.core.device_names import TagChange, describe_devices, devices_named
-from fpfs.core.errors import NoSuchEntry
+from fpfs.core.device_names import TagChange, describe_devices, devices_named, is_number
+from fpfs.core.errors import BusyFile, NoSuchEntry
 from fpfs.daemon.catalog_devices import add_device, change_tags, fetch_devices, set_use
+from fpfs.daemon.catalog_moves import forget_removals_on, usage_of
 from fpfs.daemon.catalog_schema import DeviceUse
 from fpfs.daemon.device_set import DeviceDirectory
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from fpfs.daemon.catalog import Catalog, DeviceRecord
+    from fpfs.daemon.catalog_moves import DeviceUsage
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.device_set import DeviceSet
 
 
@@ -113,7 +116,10 @@ class DeviceRegistry:
         found = devices_named(name, self.members)
         if not found:
             known = describe_devices(self.members)
-            raise NoSuchEntry(f"no device is called {name!r}; there are {known}")
+            gone = [each.number for each in self.records if each.use is DeviceUse.REMOVED]
+            if is_number(name) and int(name) in gone:
+                raise NoSuchEntry(f"device {name} was removed", remedy=f"there are {known}")
+            raise NoSuchEntry(f"no device is called {name!r}", remedy=f"there are {known}")
         return found
 
     def one_named(self, name: str) -> Member:
@@ -124,7 +130,7 @@ class DeviceRegistry:
         found = self.named(name)
         if len(found) > 1:
             numbers = ", ".join(map(str, found))
-            raise NoSuchEntry(f"{name!r} names devices {numbers}: name one by its number")
+            raise NoSuchEntry(f"{name!r} names devices {numbers}", remedy="name one by its number")
         return self.member(found[0])
 
     def named_by_any(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -149,6 +155,21 @@ class DeviceRegistry:
         """Let a device be something else to the filesystem. Raises what `Catalog.write` does."""
         await self._catalog.write(lambda t: set_use(t, number, use), apply=self._apply)
 
+    async def remove(self, member: Member) -> None:
+        """Let there be no such device any more. Raises `BusyFile` while something is on it."""
+
+        def take_out(transaction: Transaction) -> tuple[DeviceRecord, ...]:
+            usage = usage_of(transaction, member.number)
+            if member.is_missing:
+                # Nobody can give back what was removed there; it is lost with the device.
+                forget_removals_on(transaction, member.number)
+                usage = usage._replace(removals=0)
+            if any(usage):
+                raise still_used(usage, member)
+            return set_use(transaction, member.number, DeviceUse.REMOVED)
+
+        await self._catalog.write(take_out, apply=self._apply)
+
     def member(self, number: int) -> Member:
         """Return the device with a number."""
         return next(member for member in self.members if member.number == number)
@@ -156,3 +177,17 @@ class DeviceRegistry:
     async def reload(self) -> None:
         """Read again what the catalog has."""
         await self._catalog.read(fetch_devices, apply=self._apply)
+
+
+def still_used(usage: DeviceUsage, member: Member) -> BusyFile:
+    """Say what is on a device that therefore cannot be removed."""
+    where = f"device {member.number} ({member.path})"
+    if not (usage.objects or usage.shared):
+        return BusyFile(
+            f"space on {where} is still being given back", remedy="ask again in a moment"
+        )
+    if member.is_missing:
+        remedy = "mount with it and drain it, or remove the files that cannot be read without it"
+    else:
+        remedy = "let fpfs-ctl device drain come to its end first"
+    return BusyFile(f"{where} holds contents of files", remedy=remedy)

@@ -83,7 +83,7 @@ def test_what_names_no_device_is_refused(mount: Mount) -> None:
     for name in ("2", "slow", "/elsewhere", "0x1"):
         said = refusal("tag", mount.root, name, "+spare")
         assert f"no device is called '{name}'; there are devices 0, 1 and tags fast" in said
-    assert "'fast' names devices 0, 1: name one by its number" in refusal(
+    assert "'fast' names devices 0, 1; name one by its number" in refusal(
         "tag", mount.root, "fast", "+spare"
     )
     many = [f"+tag{number}" for number in range(TAGS_MAX)]

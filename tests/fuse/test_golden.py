@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "restart": ("restart", "."),
     "device add": ("device", "add", ".", "NEW"),
     "device drain": ("device", "drain", ".", "0"),
+    "device remove": ("device", "remove", ".", "0"),
 }
 """By command: words, of which those that are paths are below the mountpoint."""
 

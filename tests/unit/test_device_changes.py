@@ -1,9 +1,10 @@
-"""Devices that are added: whatever ends it in the middle, the next mount has them, or has not."""
+"""Devices that come and go: whatever ends it in the middle, a mount has them, or has not."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.core.engine import EngineConfig
-from fpfs.core.errors import InvalidOperation, NoSpace
+from fpfs.core.engine import EngineConfig, ObjectId, Range
+from fpfs.core.errors import BusyFile, InvalidOperation, NoSpace, NoSuchEntry
 from fpfs.core.refusal import Refused
 from fpfs.daemon import device_set, joining, server
 from fpfs.daemon.catalog import Catalog
+from fpfs.daemon.catalog_contents import record_removals
 from fpfs.daemon.catalog_devices import fetch_devices
+from fpfs.daemon.catalog_moves import usage_of
+from fpfs.daemon.catalog_worker import Transaction
 from fpfs.daemon.device_changes import DeviceChanges
 from fpfs.daemon.device_set import DeviceSet
 from fpfs.daemon.devices import open_devices
@@ -34,8 +38,8 @@ class Link:
 
     keeper_pid = 1
 
-    def __init__(self) -> None:
-        self.held: list[str] = []
+    def __init__(self, devices: DeviceSet) -> None:
+        self.held = [device.lock_path for device in devices.devices]
 
     def hold_lock(self, lock_fd: int) -> None:
         """Note the file."""
@@ -58,7 +62,7 @@ class Opened:
         self.devices = devices
         self.catalog = catalog
         self.engine = MemoryEngine(config, devices=MemoryDevices())
-        self.link = Link()
+        self.link = Link(devices)
         self.changes = DeviceChanges(
             MOUNTPOINT,
             devices,
@@ -74,15 +78,18 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(folders: Sequence[Path], *, adopt: bool = False) -> AsyncIterator[Opened]:
+async def opened(
+    folders: Sequence[Path], *, adopt: bool = False, degraded: bool = False
+) -> AsyncIterator[Opened]:
     """Open device directories as a mount does. Raises `Refused`."""
     paths = [str(folder) for folder in folders]
-    with open_devices(paths, mountpoint="", asked="mount", adopt=adopt) as devices:
+    with open_devices(
+        paths, mountpoint="", asked="mount", adopt=adopt, degraded=degraded
+    ) as devices:
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
-            link: Any = Link()
-            link.let_go = lambda _lock: None
-            await server.settle_devices(devices, catalog, link, is_degraded=False, asked="mount")
+            link: Any = Link(devices)
+            await server.settle_devices(devices, catalog, link, is_degraded=degraded, asked="mount")
             check_identity(catalog, devices)
             made = Opened(devices, catalog)
             await made.changes.ensure_copies()
@@ -147,7 +154,7 @@ async def test_what_cannot_become_a_device(folders: list[Path], tmp_path: Path) 
         }.items():
             with pytest.raises(InvalidOperation, match=said):
                 await now.changes.add(str(path))
-        assert now.link.held == []
+        assert now.link.held == [str(folders[0] / "lock")]
         assert now.numbers == [0]
         assert sorted(os.listdir(folders[1])) == ["thesis"]
         with (
@@ -171,7 +178,7 @@ async def test_a_directory_that_could_not_be_added_is_empty_again(
             with pytest.raises(NoSpace):
                 await now.changes.add(str(folders[1]))
         assert os.listdir(folders[1]) == ["lock"]
-        assert now.link.held == []
+        assert now.link.held == [str(folders[0] / "lock")]
         assert now.engine.calls[-1] == ("remove_device", 1)
         assert (await now.changes.add(str(folders[1]))).number == 1
     async with opened(folders[:2]) as now:
@@ -191,8 +198,13 @@ class Steps:
             (device_set, "write_stamp"),
         ):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        # For what the module removes alone: the catalog's thread removes files, too.
+        own_os = types.SimpleNamespace(**vars(os))
+        own_os.unlink, own_os.rmdir = self._counted(os.unlink), self._counted(os.rmdir)
+        monkeypatch.setattr(joining, "os", own_os)
         for owner, name in (
             (MemoryEngine, "add_device"),
+            (MemoryEngine, "remove_device"),
             (Catalog, "write"),
             (Catalog, "make_durable"),
             (Catalog, "move_copies"),
@@ -307,3 +319,162 @@ async def test_without_the_directory_the_mount_works_as_long_as_it_was_not_added
     assert said == ["" for _ in range(len(said) - len(missing))] + missing
     assert 0 < len(missing) < len(said)
     assert all("device 2 (last at " in text and "is missing" in text for text in missing)
+
+
+def devices_of(opened: Opened) -> list[int]:
+    """All devices, those that drain, too."""
+    return [member.number for member in opened.changes.registry.members]
+
+
+@trio.testing.trio_test
+async def test_a_device_is_removed_with_its_copy_of_the_catalog(folders: list[Path]) -> None:
+    async with opened(folders[:3]) as now:
+        with pytest.raises(InvalidOperation, match=r"device 0 \(.*/a\) is in use"):
+            await now.changes.remove("0")
+        await now.changes.drain("0")
+        removed = await now.changes.remove(str(folders[0]))
+        assert (removed.number, removed.path, removed.is_empty) == (0, str(folders[0]), True)
+        assert os.listdir(folders[0]) == ["lock"]
+        assert now.link.held == [str(folder / "lock") for folder in folders[1:3]]
+        assert devices_of(now) == [1, 2]
+        assert now.engine.calls[-1] == ("remove_device", 0)
+        assert [copy.trouble for copy in now.catalog.copies()] == ["", ""]
+        with pytest.raises(NoSuchEntry, match="device 0 was removed"):
+            await now.changes.remove("0")
+        # Nobody keeps others off it any more, and it is a device with another number then.
+        assert (await now.changes.add(str(folders[0]))).number == 3
+        assert now.numbers == [1, 2, 3]
+    async with opened([*folders[1:3], folders[0]]) as now:
+        assert now.numbers == [1, 2, 3]
+
+
+@trio.testing.trio_test
+async def test_a_drain_is_taken_back(folders: list[Path]) -> None:
+    async with opened(folders[:2]) as now:
+        await now.changes.drain("0")
+        assert now.numbers == [1]
+        assert [holds_catalog(folder) for folder in folders[:2]] == [False, True]
+        for _ in range(2):
+            assert (await now.changes.keep("0")).number == 0
+            assert now.numbers == [0, 1]
+            assert [holds_catalog(folder) for folder in folders[:2]] == [True, True]
+        assert now.engine.calls[-1] == ("set_draining", 0, False)
+    async with opened(folders[:2]) as now:
+        assert now.numbers == [0, 1]
+
+
+@trio.testing.trio_test
+async def test_what_is_used_is_not_removed(folders: list[Path]) -> None:
+    place = ObjectId(0, 77)
+    async with opened(folders[:2]) as now:
+        await now.changes.drain("0")
+
+        def use(transaction: Transaction) -> None:
+            transaction.execute("INSERT INTO objects VALUES (?, ?, ?, 0)", (*place, 5))
+
+        def give_back(transaction: Transaction) -> None:
+            transaction.execute("DELETE FROM objects")
+            record_removals(transaction, [Range(*place, 0, 0)])
+
+        await now.catalog.write(use)
+        with pytest.raises(BusyFile, match="holds contents of files"):
+            await now.changes.remove("0")
+        await now.catalog.write(give_back)
+        with pytest.raises(BusyFile, match="still being given back"):
+            await now.changes.remove("0")
+        assert devices_of(now) == [0, 1]
+        assert (folders[0] / "fpfs.json").exists()
+    shutil.rmtree(folders[0])
+    async with opened(folders[1:2], degraded=True) as now:
+        # What was removed on a device that is lost nobody can give back.
+        assert not (await now.changes.remove("0")).is_empty
+        assert ("remove_device", 0) not in now.engine.calls
+    async with opened(folders[1:2]) as now:
+        assert (now.numbers, devices_of(now)) == ([1], [1])
+        assert not any(await now.catalog.read(lambda t: usage_of(t, 0)))
+
+
+@trio.testing.trio_test
+async def test_what_has_content_is_not_emptied_away(
+    folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(folders[:2]) as now:
+        await now.changes.drain("1")
+        folder = folders[1] / "objects" / "00"
+        folder.mkdir()
+        (folder / "0000000000000000").touch()
+        (folder / "0000000000000001").write_text("thesis")
+        assert not (await now.changes.remove("1")).is_empty
+        assert (folder / "0000000000000001").read_text() == "thesis"
+    assert "0000000000000001 is not empty" in caplog.text
+    async with opened(folders[:2], adopt=True) as now:
+        assert devices_of(now) == [0]
+        assert "it was removed, and can be emptied" in now.devices.notes[-1]
+    async with opened(folders[:1]) as now:
+        assert devices_of(now) == [0]
+
+
+async def end_removal_in_the_middle(
+    folders: Sequence[Path], monkeypatch: pytest.MonkeyPatch, *, end_at: int, after: bool
+) -> tuple[list[Path], bool]:
+    """Remove the first folder, and end at a step; returns what is left, and whether it ended."""
+    left = [folder.parent.parent / f"left{end_at}{after}" / folder.name for folder in folders]
+    ended = False
+    async with opened(folders) as now:
+        with monkeypatch.context() as patched:
+            # From before it is drained: the catalog leaves it in steps, too.
+            Steps(patched, end_at=end_at, after=after)
+            try:
+                await now.changes.drain("0")
+                await now.changes.remove("0")
+            except Crash:
+                ended = True
+        for folder, copy in zip(folders, left, strict=True):
+            shutil.copytree(folder, copy)
+    return left, ended
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("after", [False, True])
+@trio.testing.trio_test
+async def test_whatever_ends_a_removal_the_next_mount_has_it_or_has_it_not(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, count: int, after: bool
+) -> None:
+    outcomes = []
+    ended = True
+    while ended:
+        for folder in folders:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        left, ended = await end_removal_in_the_middle(
+            folders[:count], monkeypatch, end_at=len(outcomes), after=after
+        )
+        twin = [folder.parent / f"twin-{folder.name}" for folder in left]
+        for folder, copy in zip(left, twin, strict=True):
+            shutil.copytree(folder, copy)
+        is_stamped = (left[0] / "fpfs.json").exists()
+        async with opened(left if is_stamped else left[1:], adopt=True) as now:
+            has_it = devices_of(now) != list(range(1, count))
+            outcomes.append(has_it)
+            if has_it:
+                assert devices_of(now) == list(range(count))
+                await now.changes.drain("0")
+                assert (await now.changes.remove("0")).is_empty
+            else:
+                assert not is_stamped or "it was removed" in now.devices.notes[-1]
+            assert len(await now.catalog.read(fetch_devices)) == count
+            assert len(now.catalog.copies()) == min(2, count - 1)
+        async with opened(left[1:]) as now:
+            assert now.numbers == list(range(1, count))
+            assert now.devices.next_number == count
+        # Without its directory, as if it was gone: at worst it has to be said that it may be.
+        async with opened(twin[1:], adopt=True, degraded=True) as now:
+            assert devices_of(now) == list(range(count)) if has_it else list(range(1, count))
+            if has_it:
+                await now.changes.remove("0")
+        async with opened(twin[1:]) as now:
+            assert now.numbers == list(range(1, count))
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert outcomes[0]
+    assert not outcomes[-1]
+    assert len(outcomes) > 8
