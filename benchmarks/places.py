@@ -71,21 +71,21 @@ class FpfsMount:
         self.path = mountpoint
         self._log = log
         arguments = [text for device in devices for text in ("-d", str(device))]
-        _tool("fpfs", "mount", *arguments, "--log", str(log), *options, str(mountpoint))
+        run_tool("fpfs", "mount", *arguments, "--log", str(log), *options, str(mountpoint))
 
     def flush(self) -> None:
         """Wait until everything is durable."""
-        _tool("fpfs-ctl", "flush", str(self.path))
+        run_tool("fpfs-ctl", "flush", str(self.path))
 
     def status(self) -> dict[str, Any]:
         """What ``fpfs-ctl status --json`` says."""
-        found: dict[str, Any] = json.loads(_tool("fpfs-ctl", "status", "--json", str(self.path)))
+        found: dict[str, Any] = json.loads(run_tool("fpfs-ctl", "status", "--json", str(self.path)))
         return found
 
     def unmount(self) -> None:
         """Returns when all is durable."""
         try:
-            _tool("fpfs", "umount", str(self.path))
+            run_tool("fpfs", "umount", str(self.path))
         finally:
             for line in self._log.read_text().splitlines():
                 if " INFO " not in line:
@@ -227,7 +227,8 @@ def deepspeed_python() -> Path | Missing:
     return Missing(name="DeepSpeed", reason=reason)
 
 
-def _tool(name: str, *arguments: str) -> str:
+def run_tool(name: str, *arguments: str) -> str:
+    """Run a tool of this checkout; returns what it prints. RuntimeError when it fails."""
     module = TOOLS[name]
     result = subprocess.run(
         [sys.executable, "-m", module, *arguments],

@@ -16,6 +16,7 @@ from benchmarks.groups import (
     restart,
     saving,
     striping,
+    tuning,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ GROUPS: tuple[Group, ...] = (
     *loading.GROUPS,
     *checksums.GROUPS,
     *striping.GROUPS,
+    *tuning.GROUPS,
     *names.GROUPS,
     *catalogs.GROUPS,
     *control_clients.GROUPS,
