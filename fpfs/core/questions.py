@@ -307,7 +307,7 @@ class ListInProgress(Question[FilesInProgress], kw_only=True, frozen=True, tag="
     asked_again = True
 
 
-class StartDrain(Question[DrainStarted], kw_only=True, frozen=True, tag="start-drain"):
+class StartDrain(Question[DrainStarted], kw_only=True, frozen=True, tag="start drain"):
     """Let no new chunk go to the device with a name."""
 
     answer = DrainStarted
@@ -324,12 +324,12 @@ class DrainNext(Question[Drained], kw_only=True, frozen=True, tag="drain"):
     owners = True
     asked_again = True
 
-    number: int
+    number: Number
     cursor: DrainCursor = DrainCursor()
-    bytes_max: int = 0
+    bytes_max: Number = 0
 
 
-class EndDrain(Question[DeviceTags], kw_only=True, frozen=True, tag="end-drain"):
+class EndDrain(Question[DeviceTags], kw_only=True, frozen=True, tag="end drain"):
     """Let new chunks go to the device with a name again."""
 
     answer = DeviceTags

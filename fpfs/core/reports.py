@@ -314,10 +314,10 @@ class DrainCursor(msgspec.Struct, kw_only=True, frozen=True):
     """Where a drain goes on: a block of a layout segment of an inode, or behind an object."""
 
     stage: DrainStage = DrainStage.CONTENTS
-    ino: int = 0
-    segment: int = 0
-    block: int = 0
-    object: int = 0
+    ino: Place = 0
+    segment: Place = 0
+    block: Place = 0
+    object: Place = 0
 
 
 class DrainStarted(msgspec.Struct, kw_only=True, frozen=True):

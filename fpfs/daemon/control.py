@@ -221,8 +221,9 @@ class ControlServer:
         self, stream: trio.SocketStream, question: Question[Any], asker: Asker | None
     ) -> None:
         if question.needs_owner and asker is not None:
-            wrong = f"only root and the mount's owner may {question.verb()} it"
-            await self._send(stream, Reply(error=wrong))
+            wrong = f"only root and the mount's owner may ask for '{question.verb()}'"
+            remedy = "ask as one of them; -o control_group=NAME lets a group of users, too"
+            await self._send(stream, Reply(error=wrong, remedy=remedy))
             return
         if isinstance(question, WaitForEnd):
             await self._answer_end(stream, question)

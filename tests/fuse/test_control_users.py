@@ -13,13 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from fpfs.core.control import peer, runtime_folders, socket_path
+from fpfs.core.questions import AnyQuestion
 from fpfs.daemon.control_limits import CONNECTIONS_ONE_MAX, REQUEST_BYTES_MAX
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 
@@ -31,9 +32,21 @@ OWNERS_ONLY = (
     {"verb": "scrub"},
     {"verb": "policy", "ino": 1, "change": {"values": {"versions": "2"}}},
     {"verb": "policies", "ino": 1},
+    {"verb": "apply", "changes": [[1, {"values": {"versions": "2"}}]]},
     {"verb": "restore", "directory": 1, "name": "eA==", "number": 1},
     {"verb": "commit", "ino": 1},
+    {"verb": "tag", "device": "0", "added": ["fast"]},
+    {"verb": "trace", "directory": 1, "name": "eA=="},
+    {"verb": "read trace", "trace": 1},
+    {"verb": "end trace", "trace": 1},
+    {"verb": "add", "path": "/nowhere"},
+    {"verb": "in progress"},
+    {"verb": "start drain", "device": "0"},
+    {"verb": "drain", "number": 0},
+    {"verb": "end drain", "device": "0"},
+    {"verb": "remove", "device": "0"},
 )
+"""Every question that only an owner may ask, complete but for the version."""
 ASK = """
 import json, socket, sys
 connection = socket.socket(socket.AF_UNIX)
@@ -104,8 +117,11 @@ def ask_as(
 def test_what_is_the_owners_is_refused_to_others(mount: Mount) -> None:
     replies = ask_as(NOBODY, mount, *OWNERS_ONLY)
     assert [reply["error"] for reply in replies] == [
-        f"only root and the mount's owner may {question['verb']} it" for question in OWNERS_ONLY
+        f"only root and the mount's owner may ask for '{question['verb']}'"
+        for question in OWNERS_ONLY
     ]
+    owners = {kind.verb() for kind in get_args(AnyQuestion) if kind.owners}
+    assert {question["verb"] for question in OWNERS_ONLY} == {*owners, "policy"}
     assert mount.status().restarts == 0
     shown = json.loads(check_fpfs("policy", "get", mount.root, "--json", module="fpfs.cli.ctl"))
     assert all(setting["is_default"] for setting in shown["settings"])
@@ -231,7 +247,7 @@ def test_members_of_the_control_group_may_ask_what_the_owner_may(words: tuple[st
             assert run_as(NOBODY, ASK, path_of_socket(made), given="{}\n") == "Permission denied\n"
         else:
             (reply,) = ask_as(NOBODY, made, change)
-            assert reply["error"] == "only root and the mount's owner may policy it"
+            assert reply["error"] == "only root and the mount's owner may ask for 'policy'"
         made.expect_log("died .signal 9.: starting another")
         os.kill(made.server_pid, signal.SIGKILL)
         assert made.status().restarts == 1

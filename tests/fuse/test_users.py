@@ -24,6 +24,7 @@ from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY, mounted, run_fpfs
 
 USER = "nobody"
+GROUP = "games"
 
 
 def linked_package() -> Path:
@@ -81,6 +82,8 @@ class Account:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.groups: tuple[str, ...] = ("--clear-groups",)
+        """How the user's other groups are given to setpriv(1)."""
         self.device, self.mountpoint = home / "device", home / "mount"
         user = pwd.getpwnam(USER)
         for path in (home, self.device, self.mountpoint):
@@ -98,7 +101,7 @@ class Account:
 
         assert PYTHON is not None
         return subprocess.run(
-            ["setpriv", f"--reuid={USER}", f"--regid={self.gid}", "--clear-groups"]
+            ["setpriv", f"--reuid={USER}", f"--regid={self.gid}", *self.groups]
             + [str(word) for word in command],
             env={
                 "PYTHONPATH": PYTHON[1],
@@ -189,6 +192,29 @@ def test_a_user_mounts_writes_and_unmounts(account: Account) -> None:
     assert done.returncode == 0, done.stderr
     account.mount()
     assert account.run("cat", account.mountpoint / "file").stdout == "content\n"
+
+
+def test_a_user_lets_a_group_of_his_own_ask(account: Account) -> None:
+    done = account.fpfs(*account.mount_arguments([f"control_group={GROUP}"]))
+    assert done.returncode == 1
+    assert f"control_group={GROUP}: you are not in it; name a group of yours" in done.stderr
+    assert done.stderr.count("\n") == 1
+    account.groups = (f"--groups={GROUP}",)
+    account.mount(f"control_group={GROUP}")
+    account.groups = ("--clear-groups",)
+    assert PYTHON is not None
+    words = [PYTHON[0], "-m", "fpfs.cli.ctl", "device", "tag", account.mountpoint, "0", "+fast"]
+    for group, status in (("nogroup", 1), (GROUP, 0)):
+        done = subprocess.run(
+            ["setpriv", "--reuid=daemon", f"--regid={group}", "--clear-groups", *map(str, words)],
+            env={"PYTHONPATH": PYTHON[1], "PATH": "/usr/bin:/bin"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_a_users_server_that_dies_is_replaced(account: Account) -> None:

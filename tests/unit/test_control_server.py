@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Mapping
@@ -234,6 +235,29 @@ async def test_what_an_earlier_mount_left_is_no_answer(tmp_path: Path) -> None:
     await trio.Path(outcome_path(str(path))).write_bytes(b"{}")
     async with serving(path, Ending()):
         assert os.listdir(tmp_path) == [path.name]
+
+
+@trio.testing.trio_test
+async def test_a_process_without_descriptors_answers_when_it_has_some_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "socket"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(path, Ending()):
+        with socket.socket(socket.AF_UNIX) as client:
+            lowest_free = os.dup(client.fileno())
+            os.close(lowest_free)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+                client.connect(str(path))
+                while "Too many open files" not in caplog.text:
+                    await trio.testing.wait_all_tasks_blocked(0.001)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(client))
+            await stream.send_all(msgspec.json.encode(RestartServer()) + b"\n")
+            reply = msgspec.json.decode(await stream.receive_some(), type=Reply)
+    assert reply.error == "the installed fpfs does not start"
 
 
 @trio.testing.trio_test
