@@ -43,10 +43,11 @@ class SegmentRow(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A move, and whether its blocks are preallocated only."""
+    """A move, whether its blocks are preallocated only, and which segment refers to them."""
 
     move: Move
     is_unwritten: bool
+    segment: int
 
 
 class Moved(NamedTuple):
@@ -88,6 +89,9 @@ def store_moves(
 ) -> Moved:
     """Let everybody refer to the new places, in an object that is the inode `owner`'s from now on.
 
+    An inode refers to a block once, so of a file that shares nothing only those segments are read
+    that the moves name: a large one has thousands.
+
     Raises `BusyFile` when others than `expected` refer to the blocks, or preallocated ones were
     written to.
     """
@@ -98,8 +102,10 @@ def store_moves(
         raise BusyFile("others refer to the blocks by now")
     made: set[Move] = set()
     users = []
+    is_alone = members == {owner}
+    indices = sorted({each.segment for each in planned}) if is_alone else None
     for ino in sorted(members):
-        used = _rewrite(transaction, ino, planned)
+        used = _rewrite(transaction, ino, planned, indices)
         if used:
             users.append(ino)
             made |= used
@@ -135,15 +141,14 @@ def _unused(planned: Sequence[Planned], made: set[Move]) -> list[Range]:
     return gone
 
 
-def _rewrite(transaction: Transaction, ino: int, planned: Sequence[Planned]) -> set[Move]:
-    """Change the map of one inode; returns the parts of the moves that it refers to."""
+def _rewrite(
+    transaction: Transaction, ino: int, planned: Sequence[Planned], indices: Sequence[int] | None
+) -> set[Move]:
+    """Change segments of one inode, None for all; returns the parts of the moves that it has."""
     used: set[Move] = set()
-    rows = transaction.execute(
-        "SELECT ino, segment, blob, crc FROM segments WHERE ino = ?", (ino,)
-    ).fetchall()
     wanted = {(each.move.device, each.move.object) for each in planned}
-    for fields in rows:
-        segment = SegmentRow(*fields).decode()
+    for row in _segments_of(transaction, ino, indices):
+        segment = row.decode()
         if not any((run.device, run.object) in wanted for run in segment.runs):
             continue
         runs = [part for run in segment.runs for part in _parts(run, planned, used)]
@@ -151,6 +156,21 @@ def _rewrite(transaction: Transaction, ino: int, planned: Sequence[Planned]) -> 
             blob = encode_segment(Segment(segment.index, tuple(runs), segment.checksums))
             store_segment(transaction, ino, segment.index, blob)
     return used
+
+
+def _segments_of(
+    transaction: Transaction, ino: int, indices: Sequence[int] | None
+) -> list[SegmentRow]:
+    query = "SELECT ino, segment, blob, crc FROM segments WHERE ino = ?"
+    if indices is None:
+        found = transaction.execute(query, (ino,)).fetchall()
+    else:
+        found = [
+            fields
+            for index in indices
+            for fields in transaction.execute(f"{query} AND segment = ?", (ino, index)).fetchall()
+        ]
+    return [SegmentRow(*fields) for fields in found]
 
 
 def _parts(run: Run, planned: Sequence[Planned], used: set[Move]) -> Iterator[Run]:

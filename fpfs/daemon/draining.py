@@ -339,7 +339,7 @@ def _planned(
     """Return the moves of copied runs, without the blocks that could not be copied."""
     moves = []
     to_block = 0
-    for index, (_block, run, _known) in enumerate(sources):
+    for index, (block, run, _known) in enumerate(sources):
         gone = bad.get(index, {})
         start = 0
         for offset in [*sorted(gone), run.count]:
@@ -353,7 +353,8 @@ def _planned(
                     target.id,
                     to_block + start,
                 )
-                moves.append(Planned(move, run.flags == UNWRITTEN))
+                is_unwritten = run.flags == UNWRITTEN
+                moves.append(Planned(move, is_unwritten, block // SEGMENT_BLOCKS))
             start = offset + 1
         to_block += run.count
     return moves
