@@ -18,6 +18,7 @@ from rich.console import Console
 
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
+from fpfs.core.questions import Answer, Question
 
 Json = Annotated[
     bool,
@@ -38,6 +39,14 @@ SILENT_S = 1.0
 def print_json(shown: object) -> None:
     """Print what a command found."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown).decode(), indent=2) + "\n")
+
+
+def ask(
+    path: str, question: Question[Answer], *, asked: str, timeout_s: float | None = None
+) -> Answer:
+    """Ask the server of the mount that a path is on one question. Raises as `ControlClient`."""
+    with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
+        return client.ask(question, timeout_s=timeout_s)
 
 
 class Clients:

@@ -9,10 +9,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.table import Table
 
-from fpfs.cli.asking import Json, print_json
+from fpfs.cli.asking import Json, ask, print_json
 from fpfs.cli.drain import DrainReport, drain_device
 from fpfs.cli.show import check_timeout, open_console, say
-from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.device_names import parse_tags
 from fpfs.core.paths import show_text
 from fpfs.core.questions import AddDevice, AskStatus, EndDrain, RemoveDevice, TagDevice
@@ -40,8 +39,7 @@ def list_(mountpoint: str, /, *, json: Json = False, timeout: float = LIST_TIMEO
     """
     check_timeout(timeout)
     asked = f"devices of {mountpoint}"
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        devices = client.ask(AskStatus(), timeout_s=timeout).devices
+    devices = ask(mountpoint, AskStatus(), asked=asked, timeout_s=timeout).devices
     if json:
         print_json(devices)
     else:
@@ -101,8 +99,7 @@ def tag(
     question = TagDevice(
         device=name_of(device, asked=asked), added=change.added, dropped=change.dropped
     )
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        tags = client.ask(question)
+    tags = ask(mountpoint, question, asked=asked)
     if json:
         print_json(tags)
     else:
@@ -119,8 +116,7 @@ def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
     """
     asked = f"device add {mountpoint} {directory}"
     refuse_empty(directory, what="directory", asked=asked)
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        added = client.ask(AddDevice(path=os.path.realpath(directory)))
+    added = ask(mountpoint, AddDevice(path=os.path.realpath(directory)), asked=asked)
     if json:
         print_json(added)
     else:
@@ -173,8 +169,7 @@ def drain(
 
 
 def _end_drain(mountpoint: str, device: str, *, json: bool, asked: str) -> int:
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        kept = client.ask(EndDrain(device=device))
+    kept = ask(mountpoint, EndDrain(device=device), asked=asked)
     if json:
         print_json(DrainReport(number=kept.number, path=kept.path))
     else:
@@ -195,8 +190,7 @@ def remove(mountpoint: str, device: str, /, *, json: Json = False) -> int:
         Its number, its directory, or a tag that it alone has.
     """
     asked = f"device remove {mountpoint} {device}"
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        removed = client.ask(RemoveDevice(device=name_of(device, asked=asked)))
+    removed = ask(mountpoint, RemoveDevice(device=name_of(device, asked=asked)), asked=asked)
     if json:
         print_json(removed)
     else:

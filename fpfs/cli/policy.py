@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.table import Table
 
-from fpfs.cli.asking import Flag, Json, print_json
+from fpfs.cli.asking import Flag, Json, ask, print_json
 from fpfs.cli.policy_files import Difference, difference, read_settings, write_settings
 from fpfs.cli.show import open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
@@ -153,8 +153,8 @@ def list_(directory: str = ".", /, *, json: Json = False) -> int:
 
 
 def _list(directory: str, *, asked: str) -> PoliciesListed:
-    with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
-        return client.ask(ListPolicies(ino=inode_of_directory(directory, asked=asked)))
+    ino = inode_of_directory(directory, asked=asked)
+    return ask(directory, ListPolicies(ino=ino), asked=asked)
 
 
 @app.command
@@ -168,9 +168,9 @@ def explain(path: str, /, *, json: Json = False) -> int:
     directory, name = os.path.split(path)
     if not name or os.path.isdir(path):
         raise Refused(asked=asked, wrong="this is a directory", remedy="use fpfs-ctl policy get")
-    with ControlClient(find_fpfs(directory or ".", asked=asked), asked=asked) as client:
-        ino = inode_of_directory(directory or ".", asked=asked)
-        found = client.ask(ExplainPolicy(directory=ino, name=os.fsencode(name)))
+    ino = inode_of_directory(directory or ".", asked=asked)
+    question = ExplainPolicy(directory=ino, name=os.fsencode(name))
+    found = ask(directory or ".", question, asked=asked)
     if json:
         print_json(found)
         return 0
@@ -321,8 +321,7 @@ def _apply(directory: str, differences: Sequence[Difference], *, asked: str) -> 
         (inode_of_directory(os.path.join(directory, path), asked=f"{asked}: {path}"), change)
         for path, change in _changes_of(differences).items()
     )
-    with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
-        client.ask(ApplyPolicies(changes=changes))
+    ask(directory, ApplyPolicies(changes=changes), asked=asked)
 
 
 def _changes_of(differences: Sequence[Difference]) -> dict[str, PolicyChange]:

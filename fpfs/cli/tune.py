@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from fpfs.cli.asking import Flag, Json, print_json
+from fpfs.cli.asking import Flag, Json, ask, print_json
 from fpfs.cli.show import byte_progress, ending_by_signal, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory
@@ -274,9 +274,8 @@ def _report(bench: _Bench, measured: list[Measured], best: Setting, *, apply: bo
 
 
 def _apply(directory: str, values: dict[str, str], *, asked: str) -> None:
-    with ControlClient(find_fpfs(directory, asked=asked), asked=asked) as client:
-        ino = inode_of_directory(directory, asked=asked)
-        client.ask(ChangePolicy(ino=ino, change=PolicyChange(values=values)))
+    ino = inode_of_directory(directory, asked=asked)
+    ask(directory, ChangePolicy(ino=ino, change=PolicyChange(values=values)), asked=asked)
 
 
 def _show(report: TuneReport, directory: str) -> None:
