@@ -58,6 +58,23 @@ async def _record(catalog: Catalog, folder: Path, destination: Path, *, late: ra
     return State(destination, durable, await catalog.read(name_plane))
 
 
+async def _record_before_checkpoint(
+    catalog: Catalog, live: Path, folder: Path, *, first: int
+) -> tuple[State, int]:
+    """Keep a state with so much in the logs that a checkpoint follows; and how many were before.
+
+    On a busy machine one may come while that is made, and then none would follow: so once more.
+    """
+    while True:
+        checkpoints = catalog.statistics().checkpoints
+        await make_names(catalog, range(first, first + 340))
+        first += 340
+        destination = folder / f"before a checkpoint {first}"
+        state = await _record(catalog, live, destination, late=range(0))
+        if catalog.statistics().checkpoints == checkpoints:
+            return state, checkpoints
+
+
 def _half_copied(before: Path, after: Path, destination: Path) -> None:
     """Join two states as a crash in the middle of a checkpoint does: any page may be new."""
     shutil.copytree(before, destination)
@@ -78,9 +95,7 @@ async def _make_states(folder: Path) -> list[State]:
     catalog = make_catalog(live)
     await make_names(catalog, range(60))
     states = [await _record(catalog, live, folder / "first logs", late=range(4))]
-    await make_names(catalog, range(60, 400))
-    before = await _record(catalog, live, folder / "before a checkpoint", late=range(0))
-    checkpoints = catalog.statistics().checkpoints
+    before, checkpoints = await _record_before_checkpoint(catalog, live, folder, first=60)
     with trio.fail_after(30):
         while catalog.statistics().checkpoints == checkpoints:  # noqa: ASYNC110
             await trio.sleep(0.01)
