@@ -164,6 +164,26 @@ def test_files_that_are_open_written_and_read_meanwhile() -> None:
         check_sound(mount)
 
 
+def test_a_file_of_several_layout_segments() -> None:
+    """Each of them has 64 MiB; what one of them moves is not looked for in another one."""
+    with mounted(devices=2) as mount:
+        content = random_bytes(3_000_000, seed=1)
+        offsets = (0, 70 << 20, 200 << 20)
+        with (mount.root / "sparse").open("wb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                file.write(content)
+        mount.flush()
+        assert drain(mount, "1")["is_empty"]
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        with (mount.root / "sparse").open("rb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                assert file.read(len(content)) == content
+        check_sound(mount)
+
+
 def test_what_several_share_is_moved_once() -> None:
     with mounted(devices=2) as mount:
         check_fpfs("policy", "set", mount.root, "versions=4", module=CTL)

@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from fpfs.core.device_names import TagChange
 from fpfs.core.engine import EngineConfig, ObjectId, Range
 from fpfs.core.errors import BusyFile, InvalidOperation, NoSpace, NoSuchEntry
 from fpfs.core.refusal import Refused
@@ -331,8 +332,10 @@ async def test_a_device_is_removed_with_its_copy_of_the_catalog(folders: list[Pa
     async with opened(folders[:3]) as now:
         with pytest.raises(InvalidOperation, match=r"device 0 \(.*/a\) is in use"):
             await now.changes.remove("0")
+        await now.changes.registry.tag(0, TagChange(("old",), ()))
         await now.changes.drain("0")
         removed = await now.changes.remove(str(folders[0]))
+        assert now.changes.registry.records[0].tags == frozenset()
         assert (removed.number, removed.path, removed.is_empty) == (0, str(folders[0]), True)
         assert os.listdir(folders[0]) == ["lock"]
         assert now.link.held == [str(folder / "lock") for folder in folders[1:3]]
@@ -389,6 +392,7 @@ async def test_what_is_used_is_not_removed(folders: list[Path]) -> None:
         # What was removed on a device that is lost nobody can give back.
         assert not (await now.changes.remove("0")).is_empty
         assert ("remove_device", 0) not in now.engine.calls
+        assert now.devices.numbers == (1,)
     async with opened(folders[1:2]) as now:
         assert (now.numbers, devices_of(now)) == ([1], [1])
         assert not any(await now.catalog.read(lambda t: usage_of(t, 0)))
