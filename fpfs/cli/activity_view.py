@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fpfs.core.activity import Activity, DeviceActivity, FilesInProgress, Rates
+from fpfs.core.activity import Activity, DeviceActivity, FilesInProgress, Rates, durable_in_s
 from fpfs.core.paths import show_text
 from fpfs.core.reports import DeviceState
 from fpfs.core.units import format_rate, format_size
@@ -122,7 +122,6 @@ def file_table(
     table = _table("file")
     for heading in ("open", "rate", "pending", "staged", "since", "durable in"):
         table.add_column(heading, justify="right", no_wrap=True)
-    drained_per_s = sum(each.written_per_s for each in rates.devices.values())
     for file in files.files[:count]:
         rate = file_rates.get(file.ino)
         name = show_text(file.path) if file.path else f"inode {file.ino}, without a name"
@@ -133,7 +132,7 @@ def file_table(
             format_size(file.bytes_pending),
             format_size(file.bytes_staged),
             format_time(file.age_s or None),
-            format_time(file.bytes_staged / drained_per_s if drained_per_s else None),
+            format_time(durable_in_s(file, rates)),
         )
     return table
 

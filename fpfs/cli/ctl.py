@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 
 import msgspec
 from cyclopts import App
-from rich.table import Table
 
 import fpfs
 from fpfs.cli import commit, devices, policy
@@ -20,18 +18,17 @@ from fpfs.cli.asking import Flag, Json, print_json, waiting
 from fpfs.cli.completion import completion
 from fpfs.cli.listing import ls
 from fpfs.cli.recovery import describe_recovery
-from fpfs.cli.show import check_timeout, open_console, run_app, say, show_failures
+from fpfs.cli.show import check_timeout, run_app, show_failures
 from fpfs.cli.stat import stat
+from fpfs.cli.status import STATUS_TIMEOUT_S, status
 from fpfs.cli.tune import tune
 from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.paths import show_text
 from fpfs.core.questions import AskStatus, FlushAll, RestartServer
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Flushed, Status
-from fpfs.core.units import format_size, parse_size_bytes
+from fpfs.core.reports import Flushed
+from fpfs.core.units import parse_size_bytes
 from fpfs.core.whereabouts import wait_for
 
-STATUS_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 120.0
 SURPLUS = dict.fromkeys(
     (
@@ -70,100 +67,7 @@ app.command(tracing.trace)
 app.command(stat)
 app.command(ls)
 app.command(live.top)
-
-
-@app.command
-def status(
-    mountpoint: str,
-    /,
-    *,
-    json: Json = False,
-    timeout: float = STATUS_TIMEOUT_S,
-) -> int:
-    """Show the figures of the mount at MOUNTPOINT.
-
-    Parameters
-    ----------
-    timeout
-        Give up after so many seconds, with exit status 1.
-    """
-    check_timeout(timeout)
-    asked = f"status of {mountpoint}"
-    entry = find_fpfs(mountpoint, asked=asked)
-    with ControlClient(entry, asked=asked) as client:
-        if json:
-            found = client.ask(AskStatus(), timeout_s=timeout)
-            print_json(found)
-            return 0
-        reader = live.ActivityReader(client, entry, timeout_s=timeout)
-        began_s = time.monotonic()
-        found = client.ask(AskStatus(), timeout_s=timeout)
-        time.sleep(max(0.0, began_s + live.FIRST_S - time.monotonic()))
-        looks = reader.read()
-    _show_status(found)
-    live.show_once(open_console(), looks)
-    return 0
-
-
-def _show_status(found: Status) -> None:
-    console = open_console()
-    say(
-        console,
-        f"{found.mountpoint}: fpfs {found.version}, filesystem {found.filesystem_id},"
-        f" server {found.server_pid} (keeper {found.keeper_pid}, {found.restarts} restarts),"
-        f" answers {found.ack}, log {found.log or 'on stderr'}",
-    )
-    table = Table("device", "directory", "I/O")
-    for heading in ("used", "free", "written", "read", "in flight"):
-        table.add_column(heading, justify="right")
-    for device in found.devices:
-        table.add_row(
-            str(device.number),
-            show_text(device.path),
-            device.state
-            if device.error
-            else f"{device.backend}, {'direct' if device.direct else 'buffered'}",
-            format_size(device.bytes_used),
-            format_size(device.bytes_free),
-            format_size(device.bytes_written),
-            format_size(device.bytes_read),
-            str(device.requests_in_flight),
-        )
-    console.print(table)
-    for device in found.devices:
-        if device.error:
-            say(console, f"warning: device {device.number} ({device.path}): {device.error}")
-    staging = found.staging
-    say(
-        console,
-        f"staging: {format_size(staging.bytes_used)} of {format_size(staging.bytes_total)}"
-        f"{'' if staging.pinned else ' (not pinned)'};"
-        f" commits: {found.commit.pending} pending, {found.commit.committed} done",
-    )
-    for partial in found.partials:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(partial.time_unix_s))
-        say(
-            console,
-            f"killed: the writer of {partial.path} ({partial.killed_by}, {when});"
-            f" its {format_size(partial.size)} are .fpfs/partial/{partial.name}",
-        )
-    for group in found.uncommitted:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(group.time_unix_s))
-        where = f"since a crash ({when}) it is .fpfs/uncommitted/{group.name}"
-        say(
-            console,
-            f"not committed: {group.path}; {where if group.name else f'made {when}'}",
-        )
-    catalog = found.catalog
-    say(
-        console,
-        f"catalog: {catalog.copies_in_service} of {len(catalog.copies)} copies in service",
-    )
-    for copy in catalog.copies:
-        if copy.trouble:
-            say(console, f"warning: {copy.path}: {copy.trouble}")
-    for failure in found.commit.failures:
-        say(console, f"not kept: {failure.message}")
+app.command(status)
 
 
 @app.command

@@ -21,6 +21,7 @@ from fpfs.cli.listing import Listing
 from fpfs.cli.policy import PoliciesApplied
 from fpfs.cli.scrub import ScrubReport
 from fpfs.cli.stat import FilesReport
+from fpfs.cli.status import StatusReport
 from fpfs.cli.tune import TuneReport
 from fpfs.core.fsck import CheckReport
 from fpfs.core.reports import (
@@ -32,7 +33,6 @@ from fpfs.core.reports import (
     PolicyExplained,
     PolicyShown,
     RecoveryStatus,
-    Status,
     VersionsShown,
 )
 
@@ -58,7 +58,7 @@ PRINTED: Mapping[str, Any] = {
     "restore": VersionsShown,
     "scrub": ScrubReport,
     "stat": FilesReport,
-    "status": Status,
+    "status": StatusReport,
     "tune": TuneReport,
     "versions": VersionsShown,
     "wait": Flushed,

@@ -86,8 +86,12 @@ class FilesInProgress(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Rates(msgspec.Struct, kw_only=True, frozen=True):
-    """What happened in a second between two moments; latencies are None where nothing happened."""
+    """What happened in a second between two moments; latencies are None where nothing happened.
 
+    `interval_s` is how far the moments are apart.
+    """
+
+    interval_s: float
     bytes_acknowledged_per_s: float
     writes_per_s: float
     write_to_ack_s: float | None
@@ -112,6 +116,7 @@ def rates_between(before: Activity, after: Activity) -> Rates:
         before = _zeros(after, before.measured_s)
     known = {device.number: device for device in before.devices}
     return Rates(
+        interval_s=elapsed_s,
         bytes_acknowledged_per_s=(after.bytes_acknowledged - before.bytes_acknowledged) / elapsed_s,
         writes_per_s=(after.writes - before.writes) / elapsed_s,
         write_to_ack_s=mean_s(after.write_to_ack.since(before.write_to_ack)),
@@ -122,6 +127,12 @@ def rates_between(before: Activity, after: Activity) -> Rates:
             if device.number in known
         },
     )
+
+
+def durable_in_s(file: FileInProgress, rates: Rates) -> float | None:
+    """How long all devices need for what of a file is in staging; None if they write nothing."""
+    drained_per_s = sum(each.written_per_s for each in rates.devices.values())
+    return file.bytes_staged / drained_per_s if drained_per_s else None
 
 
 def _device_rates(before: DeviceActivity, after: DeviceActivity, elapsed_s: float) -> DeviceRates:

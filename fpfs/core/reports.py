@@ -435,7 +435,7 @@ class UncommittedStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Status(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``fpfs-ctl status`` shows; ``--json`` prints it as it is."""
+    """What a mount is and has; ``fpfs-ctl status --json`` prints it, with what the mount does."""
 
     version: str
     server_pid: int

@@ -30,7 +30,10 @@ FIXED = {
     "filesystem_id", "log", "transactions", "committed", "pending", "version", "version_before",
     "requests_in_flight", "backend", "direct", "pinned", "object", "ino", "bytes_per_s",
     "restarts", "objects_removed", "mode", "uid", "gid", "bytes_checked", "objects", "inodes",
-    "sample_bytes", "samples", "proposed", "object_offset_bytes",
+    "sample_bytes", "samples", "proposed", "object_offset_bytes", "interval_s", "write_s",
+    "read_s", "flush_s", "bytes_written_per_s", "bytes_read_per_s", "bytes_acknowledged_per_s",
+    "writes_per_s", "write_to_ack_s", "ack_to_durable_s", "requests_queued", "staging_bytes_used",
+    "staging_bytes_total",
 }  # fmt: skip
 """Fields whose values differ from run to run or from machine to machine."""
 

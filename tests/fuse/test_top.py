@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -133,6 +134,15 @@ def test_status_shows_the_same_once() -> None:
         assert any(line.startswith("writes   0 kB/s, answered in -") for line in lines)
         (file,) = [line for line in lines if line.startswith("model.pt")]
         assert file.split()[1:4] == ["1", "0", "kB/s"]
+        found = json.loads(check_fpfs("status", "--json", mount.root, module="fpfs.cli.ctl"))
+        activity = found["activity"]
+        assert activity["interval_s"] > 0
+        assert (activity["bytes_pending"], activity["files_count"]) == (SIZE, 1)
+        (told,) = activity["files"]
+        assert (told["path"], told["writers"], told["bytes_pending"]) == ("model.pt", 1, SIZE)
+        assert told["bytes_acknowledged_per_s"] == 0
+        assert [each["number"] for each in activity["devices"]] == [0, 1]
+        assert [each["state"] for each in activity["devices"]] == ["ok", "ok"]
 
 
 @pytest.mark.root
@@ -143,4 +153,9 @@ def test_others_see_no_files() -> None:
         done = run_fpfs("status", mount.root, module="fpfs.cli.ctl", prefix=prefix)
         assert done.returncode == 0, done.stderr
         assert "7 B in no version yet" in done.stdout
+        assert "secret" not in done.stdout
+        done = run_fpfs("status", mount.root, "--json", module="fpfs.cli.ctl", prefix=prefix)
+        activity = json.loads(done.stdout)["activity"]
+        assert (activity["bytes_pending"], activity["files_written"]) == (7, 1)
+        assert activity["files"] is activity["files_count"] is None
         assert "secret" not in done.stdout
