@@ -14,12 +14,13 @@ import msgspec
 import trio
 
 import fpfs
-from fpfs.core.activity import Activity, DeviceActivity, FileInProgress, FilesInProgress
+from fpfs.core.activity import Activity, DeviceActivity, FilesInProgress
 from fpfs.core.questions import AskActivity, ListInProgress
 from fpfs.core.reports import DeviceState
 from fpfs.core.statistics import DeviceStatistics
 from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.in_progress import files_in_progress
+from fpfs.daemon.moment import gather
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,11 +78,13 @@ class ActivityControl:
 
     def now(self) -> Activity:
         """Figures of now; waits for nothing."""
-        statistics = self._engine.statistics()
-        channel = statistics.channel
-        files = self._files()
-        commit = self._commit.statistics()
-        copies = self._catalog.copies()
+        moment = gather(
+            catalog=self._catalog,
+            engine=self._engine,
+            namespace=self._namespace,
+            commit=self._commit,
+        )
+        channel, staging, commit = moment.engine.channel, moment.engine.staging, moment.commit
         return Activity(
             mountpoint=self._mountpoint,
             version=fpfs.__version__,
@@ -89,32 +92,33 @@ class ActivityControl:
             restarts=self._restarts,
             started_unix_s=self._started_unix_s,
             measured_s=time.monotonic(),
-            staging_bytes_used=statistics.staging.bytes_used,
-            staging_bytes_total=statistics.staging.bytes_total,
+            staging_bytes_used=staging.bytes_used,
+            staging_bytes_total=staging.bytes_total,
             writes=channel.writes,
             bytes_acknowledged=channel.write_bytes,
             writes_waiting=channel.writes_waiting,
             write_to_ack=channel.write_to_ack,
-            ack_to_durable=self._commit.durability.ack_to_durable(),
-            files_written=sum(file.writers > 0 for file in files),
-            bytes_pending=sum(file.bytes_pending for file in files),
-            oldest_pending_s=max(
-                [self._commit.durability.oldest_s(), *(file.age_s for file in files)]
-            ),
+            ack_to_durable=moment.ack_to_durable,
+            files_written=moment.files_written,
+            bytes_pending=moment.bytes_pending,
+            oldest_pending_s=moment.oldest_pending_s,
             versions_pending=commit.pending,
             versions_committed=commit.committed,
             versions_failed=len(commit.failures),
-            catalog_copies=len(copies),
-            catalog_copies_in_service=sum(not copy.trouble for copy in copies),
+            catalog_copies=moment.catalog_copies,
+            catalog_copies_in_service=moment.catalog_copies_in_service,
             devices=tuple(
-                _device(member, statistics.devices.get(member.number))
+                _device(member, moment.engine.devices.get(member.number))
                 for member in self._registry.members
             ),
         )
 
     async def in_progress(self, _question: ListInProgress) -> FilesInProgress:
         """Files that are written, or are not durable yet, with their paths."""
-        found = self._files()
+        self._namespace.catch_up()
+        found = files_in_progress(
+            files=self._namespace.files, commit=self._commit, engine=self._engine
+        )
         first = sorted(found, key=lambda file: (-file.bytes_pending, file.ino))[:FILES_MAX]
         await self._find_paths([file.ino for file in first])
         return FilesInProgress(
@@ -132,12 +136,6 @@ class ActivityControl:
         unknown = [ino for ino in inos if ino not in self._paths]
         if unknown:
             self._paths |= await self._catalog.read_many(lambda t: _paths(t, unknown))
-
-    def _files(self) -> Sequence[FileInProgress]:
-        self._namespace.catch_up()
-        return files_in_progress(
-            files=self._namespace.files, commit=self._commit, engine=self._engine
-        )
 
 
 def _paths(transaction: Transaction, inos: Sequence[int]) -> dict[int, str]:

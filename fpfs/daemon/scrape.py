@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 import fpfs
-from fpfs.daemon.in_progress import files_in_progress
+from fpfs.daemon.moment import gather
 
 if TYPE_CHECKING:
     import socket
@@ -82,35 +82,31 @@ class Scrape:
         from fpfs.daemon.exported import Figures
 
         # What may be closed before the filesystems have answered is asked first.
-        self._namespace.catch_up()
         members = self._registry.members
-        statistics = self._engine.statistics()
-        in_progress = files_in_progress(
-            files=self._namespace.files, commit=self._commit, engine=self._engine
+        moment = gather(
+            catalog=self._catalog,
+            engine=self._engine,
+            namespace=self._namespace,
+            commit=self._commit,
         )
-        commit = self._commit.statistics()
-        waiting_s = self._commit.durability.oldest_s()
-        flushes = self._catalog.statistics().flushes
-        copies = sum(not copy.trouble for copy in self._catalog.copies())
-        ack_to_durable = self._commit.durability.ack_to_durable()
         return Figures(
             mountpoint=self._config.mountpoint,
             version=fpfs.__version__,
             filesystem_id=self._catalog.filesystem_id,
             restarts=self._restarts,
             started_unix_s=self._link.started_unix_s,
-            engine=statistics,
-            devices=await trio.to_thread.run_sync(_device_figures, members, statistics),
-            ack_to_durable=ack_to_durable,
-            files_written=sum(file.writers > 0 for file in in_progress),
-            bytes_pending=sum(file.bytes_pending for file in in_progress),
-            oldest_pending_s=max([waiting_s, *(file.age_s for file in in_progress)]),
-            versions_pending=commit.pending,
-            versions_committed=commit.committed,
-            transactions=commit.transactions,
-            versions_failed=len(commit.failures),
-            catalog_flushes=flushes,
-            catalog_copies=copies,
+            engine=moment.engine,
+            devices=await trio.to_thread.run_sync(_device_figures, members, moment.engine),
+            ack_to_durable=moment.ack_to_durable,
+            files_written=moment.files_written,
+            bytes_pending=moment.bytes_pending,
+            oldest_pending_s=moment.oldest_pending_s,
+            versions_pending=moment.commit.pending,
+            versions_committed=moment.commit.committed,
+            transactions=moment.commit.transactions,
+            versions_failed=len(moment.commit.failures),
+            catalog_flushes=moment.catalog_flushes,
+            catalog_copies=moment.catalog_copies_in_service,
         )
 
 
