@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fpfs.cli.show import add_figures, new_table
 from fpfs.core.activity import Activity, DeviceActivity, FilesInProgress, Rates, durable_in_s
 from fpfs.core.paths import show_text
 from fpfs.core.reports import DeviceState
@@ -77,9 +79,9 @@ def rate_lines(now: Activity, rates: Rates) -> list[str]:
 def device_table(devices: Sequence[DeviceActivity], rates: Rates) -> Table:
     """A line for each device."""
     table = _table("dev", "directory", "state")
-    for heading in ("written", "read", "write", "flush", "queue", "errors"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for device in devices:
+    add_figures(table, "written", "read", "write", "flush", "queue", "errors")
+    names = distinct([show_text(device.path) for device in devices], DEVICE_PATH_COLUMNS)
+    for device, name in zip(devices, names, strict=True):
         found = rates.devices.get(device.number)
         if found is None or device.state is DeviceState.MISSING:
             figures = ["-"] * 6
@@ -92,7 +94,6 @@ def device_table(devices: Sequence[DeviceActivity], rates: Rates) -> Table:
                 f"{device.requests_in_flight}+{device.requests_queued}",
                 str(device.errors),
             ]
-        name = shortened(show_text(device.path), DEVICE_PATH_COLUMNS)
         table.add_row(str(device.number), name, device.state, *figures)
     return table
 
@@ -120,8 +121,7 @@ def file_table(
 ) -> Table:
     """A line for each of the first files."""
     table = _table("file")
-    for heading in ("open", "rate", "pending", "staged", "since", "durable in"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_figures(table, "open", "rate", "pending", "staged", "since", "durable in")
     for file in files.files[:count]:
         rate = file_rates.get(file.ino)
         name = show_text(file.path) if file.path else f"inode {file.ino}, without a name"
@@ -138,7 +138,7 @@ def file_table(
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table = new_table()
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     return table
@@ -157,6 +157,21 @@ def format_time(duration_s: float | None) -> str:
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def distinct(paths: Sequence[str], columns: int) -> list[str]:
+    """Paths in so many columns; where they are too long, a directory by which each is known."""
+    if all(len(path) <= columns for path in paths):
+        return list(paths)
+    parts = [path.split("/") for path in paths]
+    alike = 0
+    if len(paths) > 1:
+        ends = zip(*(reversed(each) for each in parts), strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda end: len(set(end)) == 1, ends))
+        alike = max(0, min(alike, *(len(each) - 2 for each in parts)))  # each keeps a name
+    if not alike:
+        return [shortened(path, columns) for path in paths]
+    return [shortened(f".../{each[-1 - alike]}", columns) for each in parts]
 
 
 def shortened(path: str, columns: int) -> str:

@@ -7,11 +7,17 @@ import sys
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from rich.table import Table
 
 from fpfs.cli.asking import Json, ask, print_json
 from fpfs.cli.drain import DrainReport, drain_device
-from fpfs.cli.show import check_timeout, open_console, say
+from fpfs.cli.show import (
+    add_figures,
+    add_texts,
+    check_timeout,
+    new_table,
+    open_console,
+    say,
+)
 from fpfs.core.device_names import parse_tags
 from fpfs.core.paths import show_text
 from fpfs.core.questions import AddDevice, AskStatus, EndDrain, RemoveDevice, TagDevice
@@ -49,9 +55,10 @@ def list_(mountpoint: str, /, *, json: Json = False, timeout: float = LIST_TIMEO
 
 def _show_devices(devices: tuple[DeviceStatus, ...]) -> None:
     console = open_console()
-    table = Table("device", "directory", "tags", "state", "holds")
-    for heading in ("used", "free"):
-        table.add_column(heading, justify="right")
+    table = new_table()
+    add_figures(table, "device")
+    add_texts(table, "directory", "tags", "state", "holds")
+    add_figures(table, "used", "free")
     for device in devices:
         table.add_row(
             str(device.number),

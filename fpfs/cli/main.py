@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from rich.table import Table
 
 import fpfs
 from fpfs.cli.asking import Flag, Json
-from fpfs.cli.show import open_console, run_app, say, show_failures
+from fpfs.cli.show import (
+    add_figures,
+    add_texts,
+    new_table,
+    open_console,
+    run_app,
+    say,
+    show_failures,
+)
 from fpfs.core.options import MountOptions, parse_mount_options
+from fpfs.core.paths import show_text
 from fpfs.daemon import launch
 
 app = App(
@@ -149,10 +157,15 @@ def umount(mountpoint: str, /) -> int:
 def format_devices(*, device: Devices = None) -> int:
     """Make a new filesystem of empty device directories, without mounting it."""
     made = launch.format_devices(device or [])
-    table = Table("device", "directory", "id", title=f"filesystem {made.filesystem_id}")
+    console = open_console()
+    say(console, f"filesystem {made.filesystem_id}")
+    table = new_table()
+    add_figures(table, "device")
+    add_texts(table, "directory")
+    add_figures(table, "id")
     for entry in made.devices:
-        table.add_row(str(entry.number), entry.path, entry.device_id)
-    open_console().print(table)
+        table.add_row(str(entry.number), show_text(entry.path), entry.device_id)
+    console.print(table)
     return 0
 
 

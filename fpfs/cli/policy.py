@@ -10,11 +10,10 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from rich.table import Table
 
 from fpfs.cli.asking import Flag, Json, ask, print_json
 from fpfs.cli.policy_files import Difference, difference, read_settings, write_settings
-from fpfs.cli.show import open_console, say
+from fpfs.cli.show import add_texts, new_table, open_console, say
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory, show_text
 from fpfs.core.policy import PROFILES, check_key, split_setting
@@ -127,7 +126,8 @@ def _change(directory: str, change: PolicyChange, *, asked: str, json: bool) -> 
 
 
 def _show_settings(settings: Sequence[PolicySetting]) -> None:
-    table = Table("setting", "value", "from")
+    table = new_table()
+    add_texts(table, "setting", "value", "from")
     for setting in settings:
         origin = "default" if setting.is_default else setting.set_at
         table.add_row(setting.key, show_text(setting.value), show_text(origin))
@@ -144,7 +144,8 @@ def list_(directory: str = ".", /, *, json: Json = False) -> int:
     if not listed.directories:
         sys.stdout.write("nothing is set: the mount's options and defaults hold\n")
         return 0
-    table = Table("directory", "setting", "value")
+    table = new_table()
+    add_texts(table, "directory", "setting", "value")
     for each in listed.directories:
         for number, (key, value) in enumerate(sorted(each.settings.items())):
             table.add_row("" if number else show_text(each.path), key, show_text(value))
@@ -209,7 +210,8 @@ def profiles(*, json: Json = False) -> int:
     if json:
         print_json(PROFILES)
         return 0
-    table = Table("profile", "settings")
+    table = new_table()
+    add_texts(table, "profile", "settings")
     for name, settings in PROFILES.items():
         table.add_row(name, " ".join(f"{key}={value}" for key, value in settings.items()))
     open_console().print(table)

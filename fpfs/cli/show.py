@@ -26,6 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
 from fpfs.cli.entry import EXIT_INTERRUPTED
 from fpfs.cli.examples import lay_out
@@ -137,6 +138,23 @@ def open_console() -> Console:
     """
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(width=width, markup=False, emoji=False)
+
+
+def new_table() -> Table:
+    """A table without lines, so that 80 columns are enough."""
+    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def add_texts(table: Table, *headings: str) -> None:
+    """Add columns of names and words. Where there is no room they go on in the next line."""
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+
+
+def add_figures(table: Table, *headings: str) -> None:
+    """Add columns of numbers, which are never cut."""
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
 
 
 def say(console: Console, line: str) -> None:

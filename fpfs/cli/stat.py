@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from fpfs.cli.asking import Clients, Flag, Json, print_json
-from fpfs.cli.show import open_console, say
+from fpfs.cli.show import add_figures, add_texts, new_table, open_console, say
 from fpfs.core.paths import encodable
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import FileRun, FileState, FileStatus
@@ -121,11 +120,10 @@ def describe_state(status: FileStatus) -> str:
 
 
 def _show_runs(console: Console, runs: Sequence[FileRun], *, all_runs: bool) -> None:
-    table = Table()
-    for heading in ("from", "to", "device"):
-        table.add_column(heading, justify="right")
-    table.add_column("object")
-    table.add_column("at", justify="right")
+    table = new_table()
+    add_figures(table, "from", "to", "device")
+    add_texts(table, "object")
+    add_figures(table, "at")
     shown = runs if all_runs else runs[:RUNS_SHOWN]
     for run in shown:
         table.add_row(

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from fpfs.cli import top as live
 from fpfs.cli.asking import Json, print_json
-from fpfs.cli.show import check_timeout, open_console, say
+from fpfs.cli.show import (
+    add_figures,
+    add_texts,
+    check_timeout,
+    new_table,
+    open_console,
+    say,
+)
 from fpfs.core.activity import DeviceActivity, FileInProgress, Rates, durable_in_s
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
@@ -210,9 +216,10 @@ def _show_status(console: Console, found: Status) -> None:
 
 
 def _show_devices(console: Console, devices: Sequence[DeviceStatus]) -> None:
-    table = Table("device", "directory", "I/O")
-    for heading in ("used", "free", "written", "read", "in flight"):
-        table.add_column(heading, justify="right")
+    table = new_table()
+    add_figures(table, "dev")
+    add_texts(table, "directory", "I/O")
+    add_figures(table, "used", "free", "written", "read")
     for device in devices:
         table.add_row(
             str(device.number),
@@ -224,7 +231,6 @@ def _show_devices(console: Console, devices: Sequence[DeviceStatus]) -> None:
             format_size(device.bytes_free),
             format_size(device.bytes_written),
             format_size(device.bytes_read),
-            str(device.requests_in_flight),
         )
     console.print(table)
     for device in devices:

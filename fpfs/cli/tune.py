@@ -15,10 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from rich.table import Table
 
 from fpfs.cli.asking import Flag, Json, ask, print_json
-from fpfs.cli.show import byte_progress, ending_by_signal, open_console, say
+from fpfs.cli.show import (
+    add_figures,
+    byte_progress,
+    ending_by_signal,
+    new_table,
+    open_console,
+    say,
+)
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory
 from fpfs.core.questions import (
@@ -279,9 +285,8 @@ def _apply(directory: str, values: dict[str, str], *, asked: str) -> None:
 
 
 def _show(report: TuneReport, directory: str) -> None:
-    table = Table()
-    for heading in ("width", "chunk", "depth", "durable", "of the best"):
-        table.add_column(heading, justify="right")
+    table = new_table()
+    add_figures(table, "width", "chunk", "depth", "durable", "of the best")
     most = max(sample.bytes_per_s for sample in report.samples)
     for sample in report.samples:
         table.add_row(

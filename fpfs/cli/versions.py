@@ -6,10 +6,8 @@ import os
 import sys
 import time
 
-from rich.table import Table
-
 from fpfs.cli.asking import Json, print_json
-from fpfs.cli.show import open_console
+from fpfs.cli.show import add_figures, add_texts, new_table, open_console
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
 from fpfs.core.questions import ListVersions, RestoreVersion
@@ -33,7 +31,10 @@ def versions(path: str, /, *, json: Json = False) -> int:
             f"{path}: no former content is kept (fpfs-ctl policy set DIRECTORY versions=N)\n"
         )
         return 0
-    table = Table("version", "size", "written", "replaced", "to be read at")
+    table = new_table()
+    add_texts(table, "version")
+    add_figures(table, "size")
+    add_texts(table, "written", "replaced", "to be read at")
     for each in shown.versions:
         table.add_row(
             show_text(f"{os.path.basename(path)}@{each.number}"),

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from fpfs.cli import schemas
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support import golden
 from tests.support.processes import REPOSITORY
+from tests.support.terminal import on_terminal
 
 FIXED = {
     "bytes_free", "bytes_total", "bytes_used", "bytes_read", "bytes_written", "server_pid",
@@ -164,7 +164,8 @@ def plain(mount: Mount, text: str) -> str:
     text = re.sub(r"(server|keeper|by|version|inode) \d+", r"\1 N", text)
     text = re.sub(r"\d+(\.\d+)? (B|[KMGTP]iB|[kMG]B/s)\b", "SIZE", text)
     text = re.sub(r"\.\.\.\w?/device", ".../device", text)  # cut to the columns that there are
-    return re.sub(r" {2,}", "  ", text)
+    text = re.sub(r" +(?=(SIZE|used|free|written|read)\b)", "  ", text)  # as wide as figures are
+    return re.sub(r" +$", "", re.sub(r" {2,}", "  ", text), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -226,25 +227,6 @@ def test_a_command_that_takes_long_says_so_on_a_terminal_only(mount: Mount) -> N
         assert "waiting until" in shown
         assert "no answer within 1.5 s" in shown
     os.unlink(mount.root / "run" / "open")
-
-
-def on_terminal(*words: str) -> str:
-    """What a command shows on a terminal."""
-    shown = b""
-    pid, terminal = os.forkpty()
-    if pid == 0:
-        os.chdir(REPOSITORY)
-        os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", "fpfs.cli.ctl", *words])
-    try:
-        while piece := os.read(terminal, 65536):
-            shown += piece
-    except OSError:  # the terminal's end
-        pass
-    finally:
-        os.close(terminal)
-        os.waitpid(pid, 0)
-    return shown.decode()
 
 
 def test_paths_of_golden_files_are_no_paths_of_this_machine() -> None:

@@ -102,7 +102,7 @@ def test_a_directory_whose_name_is_no_text(mount: Mount, directory: Path) -> Non
     odd = directory / os.fsdecode(b"\xff\x1b[bold]")
     odd.mkdir()
     assert policy("set", odd, "versions=2")["versions"][1].endswith("/\\xff\x1b[bold]")
-    assert "/\\xff\\x1b[bold] " in check_fpfs("policy", "get", odd, module=CTL)
+    assert "/\\xff\\x1b[bold]\n" in check_fpfs("policy", "get", odd, module=CTL)
     assert mount.status().server_pid == mount.server_pid
 
 

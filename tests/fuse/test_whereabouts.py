@@ -198,8 +198,8 @@ def test_the_ranges_of_a_table_are_shortened(directory: Path) -> None:
     check_fpfs("wait", path, module=CTL)
     shown = check_fpfs("stat", path, module=CTL)
     assert "and 4 more ranges: --runs shows all" in shown
-    assert "│ 20971519 │" not in shown
-    assert "│ 20971519 │" in check_fpfs("stat", "--runs", path, module=CTL)
+    assert " 20971519 " not in shown
+    assert " 20971519 " in check_fpfs("stat", "--runs", path, module=CTL)
     assert max(map(len, shown.splitlines())) <= max(80, len(str(path)))
 
 

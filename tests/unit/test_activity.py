@@ -11,7 +11,7 @@ from hypothesis import given
 from rich.cells import cell_len
 from rich.console import Console
 
-from fpfs.cli.activity_view import activity_tables, format_time, shortened
+from fpfs.cli.activity_view import activity_tables, distinct, format_time, shortened
 from fpfs.cli.status import DeviceNow, FileNow, report_activity
 from fpfs.cli.top import Look, file_rates
 from fpfs.core.activity import (
@@ -338,3 +338,12 @@ def test_times(duration_s: float | None, text: str) -> None:
 )
 def test_shortened_paths(path: str, text: str) -> None:
     assert shortened(path, 13) == text
+
+
+def test_device_directories_that_end_alike_are_told_apart() -> None:
+    assert distinct(["/nvme0/fpfs", "/nvme1/fpfs"], 12) == ["/nvme0/fpfs", "/nvme1/fpfs"]
+    long = [f"/mnt/nvme{number}n1/checkpoints/fpfs" for number in range(2)]
+    assert distinct(long, 12) == [".../nvme0n1", ".../nvme1n1"]
+    assert distinct(long[:1], 12) == ["...ints/fpfs"]
+    assert distinct([], 12) == []
+    assert distinct(["/a/b/c/d/e/fpfs", "/fpfs"], 12) == [".../d/e/fpfs", "/fpfs"]
