@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 import fpfs
-from fpfs.cli.asking import Flag, Json
+from fpfs.cli.asking import Flag, Json, waiting
 from fpfs.cli.show import (
     add_figures,
     add_texts,
@@ -150,7 +150,9 @@ def _show_started(started: launch.Started) -> None:
 @app.command(name=["umount", "unmount"])
 def umount(mountpoint: str, /) -> int:
     """Unmount MOUNTPOINT; returns when everything on it is durable."""
-    return show_failures(launch.stop(mountpoint))
+    with waiting(f"making everything on {mountpoint} durable"):
+        flushed = launch.stop(mountpoint)
+    return show_failures(flushed)
 
 
 @app.command(name="format")

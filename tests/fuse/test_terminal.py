@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
-from tests.support.terminal import COLUMNS, on_terminal
+from tests.support.terminal import COLUMNS, on_terminal, running
 
 CTL = "fpfs.cli.ctl"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -127,3 +128,21 @@ def test_in_a_pipe_nothing_is_folded_or_coloured(mount: Mount) -> None:
     assert "\x1b" not in text
     for whole in (*map(str, mount.devices), f"/{RUN} ", WHOLE, f".fpfs/versions/{FILE}@1"):
         assert whole in text
+
+
+def test_an_unmount_that_takes_long_says_so_on_a_terminal() -> None:
+    with mounted() as mount:
+        (mount.root / "file").write_bytes(b"content")
+        server = mount.server_pid
+        os.kill(server, signal.SIGSTOP)
+        try:
+            with running("umount", str(mount.root), module="fpfs.cli.main") as command:
+                command.read_until("making everything on")
+                os.kill(server, signal.SIGCONT)
+                command.read_all()
+                assert command.status == 0
+        except BaseException:
+            os.kill(server, signal.SIGCONT)  # the mount is taken down in any case
+            raise
+        mount.mount()
+        assert (mount.root / "file").read_bytes() == b"content"
