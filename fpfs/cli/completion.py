@@ -39,6 +39,18 @@ def script_of(tool: Literal["fpfs", "fpfs-ctl", "both"], shell: Shell) -> str:
     apps: dict[str, App] = {"fpfs": main.app, "fpfs-ctl": ctl.app}
     return "\n".join(
         app.generate_completion(prog_name=name, shell=shell.value)
+        + (_ZSH_END.format(name=name) if shell is Shell.ZSH else "")
         for name, app in apps.items()
         if tool in (name, "both")
     )
+
+
+_ZSH_END = """
+if [ "$funcstack[1]" = "_{name}" ]; then
+  _cyclopts_{name} "$@"
+elif whence compdef > /dev/null; then
+  compdef _cyclopts_{name} {name}
+fi
+"""
+"""What cyclopts makes defines a function, and calls it nowhere. zsh reads a file `_fpfs` of its
+`fpath` as that function's body when it is first needed; else the script was sourced."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import struct
 import sys
 import termios
@@ -13,10 +14,11 @@ from collections.abc import Iterator
 from tests.support.processes import REPOSITORY
 
 COLUMNS, LINES = 80, 24
+DEADLINE_S = 60
 
 
 class Running:
-    """A command that runs on a terminal; `status` is its exit status when it has ended."""
+    """A program that runs on a terminal; `status` is its exit status when it has ended."""
 
     def __init__(self, terminal: int, pid: int) -> None:
         self._terminal = terminal
@@ -38,7 +40,14 @@ class Running:
         self.status = os.waitstatus_to_exitcode(status)
         return self._shown.decode(errors="replace").replace("\r\n", "\n")
 
+    def type(self, text: str) -> None:
+        """Type a text; what was shown before does not count any more."""
+        self._shown = b""
+        os.write(self._terminal, text.encode())
+
     def _read(self) -> bool:
+        ready, _, _ = select.select([self._terminal], [], [], DEADLINE_S)
+        assert ready, f"nothing more was shown: {self._shown!r}"
         try:
             piece = os.read(self._terminal, 65536)
         except OSError:  # the terminal's end
@@ -48,14 +57,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*words: str, module: str = "fpfs.cli.ctl") -> Iterator[Running]:
-    """Run a command; what waits for it in vain is ended when the terminal is closed."""
+def running_program(*words: str) -> Iterator[Running]:
+    """Run a program; it is ended (SIGHUP) when the terminal is closed."""
     pid, terminal = os.forkpty()
     if pid == 0:
         fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         os.chdir(REPOSITORY)
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", module, *words])
+        os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        os.execvp(words[0], words)
     made = Running(terminal, pid)
     try:
         yield made
@@ -63,6 +73,13 @@ def running(*words: str, module: str = "fpfs.cli.ctl") -> Iterator[Running]:
         os.close(terminal)
         if made.status is None:
             os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def running(*words: str, module: str = "fpfs.cli.ctl") -> Iterator[Running]:
+    """Run a command of this repository."""
+    with running_program(sys.executable, "-m", module, *words) as made:
+        yield made
 
 
 def on_terminal(*words: str, module: str = "fpfs.cli.ctl") -> str:

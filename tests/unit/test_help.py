@@ -19,6 +19,7 @@ from fpfs.cli.completion import Shell, script_of
 from fpfs.cli.examples import EXAMPLES, commands_of, lay_out
 from tests.support import golden
 from tests.support.processes import REPOSITORY, run
+from tests.support.terminal import running_program
 
 PAGE = REPOSITORY / "docs" / "fpfs-ctl.md"
 MARK = "<!-- What follows is the help of each command, written by make golden. -->\n"
@@ -154,7 +155,7 @@ complete -C "$argv[2]" | string split -f 1 \\t
 """
 
 
-@pytest.mark.parametrize(
+LINES = pytest.mark.parametrize(
     ("line", "offered"),
     [
         ("fpfs-ctl st", {"stat", "status"}),
@@ -164,6 +165,9 @@ complete -C "$argv[2]" | string split -f 1 \\t
         ("fpfs um", {"umount"}),
     ],
 )
+
+
+@LINES
 @pytest.mark.parametrize("shell", [Shell.BASH, Shell.FISH])
 def test_a_real_shell_completes(shell: Shell, line: str, offered: set[str], tmp_path: Path) -> None:
     program = shutil.which(shell.value)
@@ -184,6 +188,30 @@ def test_a_real_shell_completes(shell: Shell, line: str, offered: set[str], tmp_
     )
     assert done.stderr == ""
     assert offered <= set(done.stdout.split()), done.stdout
+
+
+@LINES
+@pytest.mark.parametrize("how", ["installed", "sourced"])
+def test_zsh_completes_what_is_typed(
+    how: str, line: str, offered: set[str], tmp_path: Path
+) -> None:
+    """An interactive zsh: it makes its list for its line editor only."""
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed (mount_scripts/install_packages test)")
+    begin = "PS1=; autoload -Uz compinit; compinit -D -u; bindkey '^I' list-choices"
+    if how == "installed":
+        for tool in APPS:
+            (tmp_path / f"_{tool}").write_text(script_of(tool, Shell.ZSH))
+        begin = f"fpath=({tmp_path} $fpath); {begin}"
+    else:
+        (tmp_path / "script").write_text(script_of("both", Shell.ZSH))
+        begin = f"{begin}; source {tmp_path}/script"
+    with running_program("zsh", "-f", "-i") as shell:
+        shell.type(f"{begin}; print prepa''red\n")
+        shell.read_until("prepared")
+        shell.type(f"{line}\t")
+        for word in offered:
+            shell.read_until(word)
 
 
 def test_completion_is_installed_where_shells_look(tmp_path: Path) -> None:
