@@ -107,6 +107,21 @@ def test_a_save_on_a_timeline(shared: Mount, tmp_path: Path) -> None:
     assert log_flush.ended_us <= whole.ended_us
 
 
+def test_a_save_under_another_name_that_is_renamed(shared: Mount, tmp_path: Path) -> None:
+    """The name that is opened is what counts, as the help says."""
+    written, file = shared.root / "last.pt.tmp", shared.root / "last.pt"
+    with tracing(written, tmp_path / "trace.json") as process:
+        written.write_bytes(bytes(SIZE))
+        written.rename(file)
+        stdout, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert "durable after " in stdout
+    writes = [
+        s for s in spans_of(document(tmp_path / "trace.json"), "request") if s.name == "WRITE"
+    ]
+    assert sum(span.about["length"] for span in writes) == SIZE
+
+
 def test_nothing_is_written_where_nobody_saves(shared: Mount, tmp_path: Path) -> None:
     done = run_fpfs(
         *command(shared.root / "file", tmp_path / "trace.json", "--timeout", "0.2"),
