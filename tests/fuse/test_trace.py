@@ -219,4 +219,4 @@ def test_only_the_owner_may(shared: Mount, tmp_path: Path) -> None:
             prefix=("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"),
         )
     assert done.returncode == 1, done.stderr
-    assert "only root and the mount's owner may trace it" in done.stderr
+    assert "only root and the mount's owner may ask for 'trace'" in done.stderr
