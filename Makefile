@@ -153,9 +153,12 @@ kill: setup ## Kill the server KILLS times, and what else can happen to it, unde
 
 CUTS ?= 2000
 SEED ?=
+# In which recordings the devices change: sometimes, always, never.
+CHANGES ?= sometimes
 .PHONY: crash
 crash: setup ## Cut the power of recorded programs CUTS times, mount what is left, check the promises
-	$(VENV)/bin/python -m tests.crash.power_cut --cuts $(CUTS) $(if $(SEED),--seed $(SEED))
+	$(VENV)/bin/python -m tests.crash.power_cut --cuts $(CUTS) --changes $(CHANGES) \
+	  $(if $(SEED),--seed $(SEED))
 
 .PHONY: faults
 faults: setup ## Let each device and catalog operation of a save fail once, check what is left

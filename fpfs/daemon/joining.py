@@ -16,10 +16,12 @@ import contextlib
 import logging
 import os
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused
+from fpfs.daemon.catalog_schema import flush_directory
 from fpfs.daemon.device_set import OBJECTS_NAME, DeviceDirectory
 from fpfs.daemon.devices import DEVICES_MAX, check_directory, check_empty
 from fpfs.daemon.mounting import check_outside
@@ -133,7 +135,10 @@ def give_back(path: str, *, asked: str) -> None:
             os.rmdir(place)
         os.rmdir(objects)
     with refusing(path, asked=asked), contextlib.suppress(FileNotFoundError):
+        # What has something in it has a stamp, also after the power fails.
+        flush_directory(Path(path))
         os.unlink(os.path.join(path, STAMP_NAME))
+        flush_directory(Path(path))
 
 
 def _unlink_empty(path: str, name: str, *, asked: str) -> None:
@@ -164,6 +169,8 @@ def empty_directory(path: str) -> bool:
 def stamp_joining(device: DeviceDirectory, devices: Sequence[DeviceDirectory], of: str) -> None:
     """Note durably in a locked, empty directory that it is to become a device of filesystem `of`.
 
+    Its folder for objects is durable, too: the catalog may know of the device from now on.
+
     Raises OSError.
     """
     places = {each.number: each.path for each in (*devices, device)}
@@ -182,3 +189,4 @@ def stamp_joining(device: DeviceDirectory, devices: Sequence[DeviceDirectory], o
     )
     # After the stamp, by which a directory with something in it is known.
     os.mkdir(os.path.join(device.path, OBJECTS_NAME), 0o700)
+    flush_directory(Path(device.path))

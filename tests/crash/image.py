@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,16 +20,23 @@ import msgspec
 from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.mounts import mount_at
 from fpfs.core.options import MountOptions
-from fpfs.core.questions import FlushAll
+from fpfs.core.questions import AddDevice, AskStatus, FlushAll
 from fpfs.core.refusal import Refused
 from fpfs.daemon import process
+from fpfs.daemon.catalog_schema import DeviceUse
 from fpfs.daemon.launch import Readiness, prepare, stop
 from fpfs.daemon.mounting import abort_connection, unmount
 from fpfs.daemon.places import arena_path
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.stamp import LOCK_NAME, STAMP_MADE_NAME, newest, read_stamp
 
 OPTIONS = MountOptions(staging_bytes=16 * 1024 * 1024, chunk_bytes=128 * 1024, adopt=True)
 """How images are mounted: they lie elsewhere than what was recorded, so `adopt`."""
+
+
+COLLECTED_S = 60.0
+"""How long the removal of what no version refers to may take, with very few such objects."""
+DEVICES = 2
+"""How many a filesystem has when it is made."""
 
 
 class Violation(AssertionError):
@@ -97,9 +105,18 @@ class MountedImage:
         self._forget()
 
     def flush(self) -> None:
-        """Make everything durable, and have space given back."""
+        """Make everything durable, and have space given back, also what the cut left of it."""
+        deadline_s = time.monotonic() + COLLECTED_S
         with ControlClient(find_fpfs(str(self.root), asked="flush"), asked="flush") as client:
             client.ask(FlushAll())
+            while client.ask(AskStatus()).recovery.objects_removed is None:
+                if time.monotonic() > deadline_s:
+                    raise Violation(f"objects of no version are there after {COLLECTED_S:.0f} s")
+
+    def add(self, folder: Path) -> None:
+        """Add a directory as a device; raises `Refused`."""
+        with ControlClient(find_fpfs(str(self.root), asked="add"), asked="add") as client:
+            client.ask(AddDevice(path=str(folder)))
 
     def _forget(self) -> None:
         entry = mount_at(str(self.root))
@@ -140,20 +157,60 @@ def _is_bad(line: str) -> bool:
     return is_loud and not EXPECTED.search(line)
 
 
+def named_devices(images: Sequence[Path]) -> list[Path]:
+    """The directories of an image that a mount is given: those with a stamp.
+
+    Where nothing was stamped yet, the first two are formatted, as they were.
+    """
+    stamped = [image for image in images if read_stamp(str(image), asked="mount") is not None]
+    return stamped or list(images[:DEVICES])
+
+
+def check_left_out(images: Sequence[Path], names: Collection[str]) -> list[Path]:
+    """Directories beside the devices `names` are as good as empty, or stamped; returns the former.
+
+    A directory that was to be a device and is none, or was one, can be used again.
+    """
+    free = []
+    for image in images:
+        if image.name in names:
+            continue
+        stamp = read_stamp(str(image), asked="look")
+        if stamp is None or stamp.joining:
+            free.append(image)
+        found = set(os.listdir(image)) - {LOCK_NAME, STAMP_MADE_NAME}
+        if stamp is None and found:
+            raise Violation(f"{image.name} is no device and has no stamp, but {sorted(found)}")
+    return free
+
+
 def check_at_rest(devices: Sequence[Path]) -> None:
     """After a clean unmount: the catalog is sound, and the objects are those that it names."""
-    connection = sqlite3.connect(f"file:{devices[0] / 'catalog.db'}?mode=ro", uri=True)
+    stamps = {
+        device: stamp
+        for device in devices
+        if (stamp := read_stamp(str(device), asked="look")) is not None
+    }
+    last = newest(list(stamps.values()))
+    holder = next(d for d, s in stamps.items() if s.device_number in last.catalog_devices)
+    connection = sqlite3.connect(f"file:{holder / 'catalog.db'}?mode=ro", uri=True)
     try:
         (integrity,) = connection.execute("PRAGMA integrity_check").fetchone()
         named = set(connection.execute("SELECT device, id FROM objects").fetchall())
         (removals,) = connection.execute("SELECT count(*) FROM removals").fetchone()
+        used = set(
+            connection.execute(
+                "SELECT number, device_id FROM devices WHERE state != ?", (DeviceUse.REMOVED,)
+            ).fetchall()
+        )
     finally:
         connection.close()
     if integrity != "ok":
         raise Violation(f"the catalog is damaged: {integrity}")
     there = {
-        (number, int(path.name, 16))
-        for number, device in enumerate(devices)
+        (stamp.device_number, int(path.name, 16))
+        for device, stamp in stamps.items()
+        if (stamp.device_number, stamp.device_id) in used
         for path in (device / "objects").glob("??/*")
     }
     if there != named:

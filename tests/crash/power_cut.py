@@ -2,8 +2,10 @@
 
 ``python -m tests.crash.power_cut [--cuts N] [--seed S]`` records programs on a mount (`workload`)
 below SQLite and the rings, replays cuts (`disk`), mounts each (`image`) and checks what the
-programs had been promised (`promises`). It prints what was done; the exit status is 1 if a promise
-was broken. Then the recording and the image stay, and ``--replay FOLDER --cut SEED`` repeats it.
+programs had been promised (`promises`). In every third recording the devices change, too
+(`device_changer`); ``--changes`` says so of all or of none. It prints what was done; the exit
+status is 1 if a promise was broken. Then the recording and the image stay, and ``--replay FOLDER
+--cut SEED`` repeats it.
 
 Concurrency: the mount is recorded with its programs side by side; cuts are replayed one by one.
 """
@@ -11,11 +13,10 @@ Concurrency: the mount is recorded with its programs side by side; cuts are repl
 from __future__ import annotations
 
 import argparse
+import enum
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +27,24 @@ from typing import NamedTuple
 
 from fpfs.core.refusal import Refused
 from fpfs.daemon.places import ARENA_FOLDER
-from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
+from tests.crash.device_changer import (
+    DeviceChange,
+    broken_devices,
+    count_changes,
+    devices_of,
+    read_device_changes,
+)
 from tests.crash.disk import Disk, Names, write_image
-from tests.crash.disk_file import Style, Tally
-from tests.crash.image import MountedImage, MountRefused, Violation, check_at_rest, check_log
-from tests.crash.kill import signal_server
+from tests.crash.disk_file import Tally
+from tests.crash.image import (
+    MountedImage,
+    MountRefused,
+    Violation,
+    check_at_rest,
+    check_left_out,
+    check_log,
+    named_devices,
+)
 from tests.crash.promises import (
     Found,
     History,
@@ -40,27 +54,22 @@ from tests.crash.promises import (
     look,
     read_histories,
 )
+from tests.crash.recorded import LOG_NAME, Course, device_folders, record
 from tests.crash.recording import (
     Event,
     Kind,
     Operation,
-    make_log,
     read_log,
-    recording_environment,
 )
 
-DEVICES = 2
 STEPS = 120
 """Random things that each program does in a recording."""
 CUTS_A_RECORDING = 200
 AT_THE_END = 0.02
 """Share of the cuts that come after the clean end."""
 KILLS = 2
-KILL_AFTER_S = 1.0
 IMAGES_BYTES_MAX = 2 << 30
 """More than an image, and the arena of its mount, take."""
-LOG_NAME = "recording"
-DEVICES_NAME = "device"
 
 FORGETTABLE: dict[str, Callable[[Operation], bool]] = {
     "objects": lambda sync: sync.kind is Kind.SYNC_FILE and "/objects/" in sync.path,
@@ -99,6 +108,8 @@ class Totals:
         """Cuts in the first mount, whose half-made filesystem had to be made anew."""
         self.tally = Tally()
         self.recorded: Counter[str] = Counter()
+        self.devices: Counter[str] = Counter()
+        """How often devices were added, drained, kept and removed in recordings."""
         self.violations = 0
 
     def report(self) -> str:
@@ -108,7 +119,7 @@ class Totals:
         )
         done = self.tally.counts
         return (
-            f"recorded: {kinds}\n"
+            f"recorded: {kinds}\ndevices: {dict(self.devices)}\n"
             f"{self.cuts} cuts, each mounted through the kernel; of the uncertain operations"
             f" {done['kept']} were kept, {done['dropped']} dropped, {done['torn']} torn,"
             f" {done['reordered']} kept although an earlier one was not;"
@@ -116,101 +127,28 @@ class Totals:
         )
 
 
+class Changes(enum.StrEnum):
+    """In which recordings the devices of the mount change."""
+
+    SOMETIMES = "sometimes"
+    ALWAYS = "always"
+    NEVER = "never"
+
+    def in_recording(self, number: int) -> bool:
+        """Whether they do in that one."""
+        return self is Changes.ALWAYS or (self is Changes.SOMETIMES and number % 3 == 1)
+
+
 class Run(NamedTuple):
-    """How cuts are replayed: `forget` names flushes that the disk ignores, `images` a folder."""
+    """What is recorded, and how cuts are replayed.
+
+    `forget` names flushes that the disk ignores, `images` is a folder.
+    """
 
     order: Names
     forget: str
     images: Path
-
-
-def record(folder: Path, *, programs: int, seed: int, steps: int, kills: int = 0) -> list[Event]:
-    """Record programs on a fresh mount, from its first mount to its clean end.
-
-    Meanwhile its server is killed so many times. Everything replayed must be what there is.
-    """
-    log = folder / LOG_NAME
-    make_log(log)
-    devices = device_folders(folder)
-    for device in devices:
-        device.mkdir()
-    environment = recording_environment(log, devices)
-    with mounted(
-        devices=devices,
-        options=("chunk=128K",),
-        staging="16M",
-        parent=folder,
-        environment=environment,
-    ) as mount:
-        if seed % 2:
-            # What is kept must not be lost either, nor the space of what is not.
-            check_fpfs("policy", "set", mount.root, "versions=2", module="fpfs.cli.ctl")
-        library = environment["LD_PRELOAD"]
-        started = [
-            _start_program(mount.root, library, log, [program, programs, seed, steps])
-            for program in range(programs)
-        ]
-        if kills:
-            mount.allow_log(r"fpfs.keeper: server \d+ died \(signal 9\): starting another")
-        for _ in range(kills):
-            time.sleep(KILL_AFTER_S)  # any moment will do
-            signal_server(mount, signal.SIGKILL)
-            os.listdir(mount.root)  # the next server answers
-        for program in started:
-            said, _ = program.communicate()
-            assert program.returncode == 0, f"a program failed (seed {seed}):\n{said}"
-        if kills:
-            mount.note_processes()
-    events = read_log(log).events
-    check_recording(events, devices, folder)
-    for device in devices:
-        shutil.rmtree(device)
-    return events
-
-
-def check_recording(events: Sequence[Event], devices: Sequence[Path], folder: Path) -> None:
-    """All that was recorded, replayed to its end, makes the devices as they are."""
-    disk = Disk(devices)
-    disk.advance(events)
-    replayed = folder / "replayed"
-    images = [replayed / device.name for device in devices]
-    for image in images:
-        image.mkdir(parents=True)
-    for left, image in zip(disk.lose_power(random.Random(0), style=Style.ALL), images, strict=True):
-        write_image(left, image)
-    for device, image in zip(devices, images, strict=True):
-        found, expected = _files(image), _files(device)
-        assert found.keys() == expected.keys(), f"{found.keys() ^ expected.keys()} were not seen"
-        for path, content in expected.items():
-            assert found[path] == content, f"not all of what was done to {path} was seen"
-    shutil.rmtree(replayed)
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    """Everything below a folder, by path; a folder's content is empty."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
-        for path in folder.rglob("*")
-    }
-
-
-def _start_program(
-    root: Path, library: str, log: Path, numbers: Sequence[int]
-) -> subprocess.Popen[str]:
-    words = [library, str(root), *(str(number) for number in numbers)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.workload", *words],
-        env={**os.environ, "FPFS_RECORD_LOG": str(log)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=REPOSITORY,
-    )
-
-
-def device_folders(folder: Path) -> list[Path]:
-    """The device directories that were recorded in a folder."""
-    return [folder / f"{DEVICES_NAME}{number}" for number in range(DEVICES)]
+    changes: Changes = Changes.SOMETIMES
 
 
 def choose_cuts(events: Sequence[Event], *, count: int, chance: random.Random) -> list[Cut]:
@@ -235,11 +173,18 @@ def choose_cuts(events: Sequence[Event], *, count: int, chance: random.Random) -
     return sorted(cuts)
 
 
+class Promised(NamedTuple):
+    """What programs were told, and what devices there were, in a recording."""
+
+    histories: dict[int, History]
+    changes: list[DeviceChange]
+
+
 def replay(
     folder: Path, events: list[Event], cuts: Sequence[Cut], run: Run, totals: Totals
 ) -> Iterator[tuple[Cut, str]]:
     """Replay cuts, which are in order; yields those that broke a promise, and which."""
-    histories = read_histories(events)
+    promised = Promised(read_histories(events), read_device_changes(events))
     answered = next(n for n, event in enumerate(events) if event.operation.kind is Kind.MARK)
     forgets = FORGETTABLE[run.forget] if run.forget else lambda _: False
     disk = Disk(device_folders(folder), order=run.order, forgets=forgets, tally=totals.tally)
@@ -254,7 +199,7 @@ def replay(
         for left, image in zip(disk.lose_power(random.Random(cut.choice)), images, strict=True):
             write_image(left, image)
         totals.cuts += 1
-        broken = find_broken(images, run.images, histories=histories, cut=cut.event)
+        broken = find_broken(images, run.images, promised=promised, cut=cut.event)
         if isinstance(broken, MountRefused) and cut.event <= answered:
             totals.refused += 1
         elif broken is not None:
@@ -263,19 +208,24 @@ def replay(
 
 
 def find_broken(
-    images: Sequence[Path], folder: Path, *, histories: dict[int, History], cut: int
+    images: Sequence[Path], folder: Path, *, promised: Promised, cut: int
 ) -> Exception | None:
     """What is wrong with an image, if anything: a promise, or that something fails at all."""
     try:
-        check(images, folder, histories=histories, cut=cut)
+        check(images, folder, promised=promised, cut=cut)
     except (Violation, Refused, OSError) as error:
         return error
     return None
 
 
-def check(images: Sequence[Path], folder: Path, *, histories: dict[int, History], cut: int) -> None:
+def check(images: Sequence[Path], folder: Path, *, promised: Promised, cut: int) -> None:
     """Mount an image and check every promise; raises `Violation`."""
-    with MountedImage(images, folder) as image:
+    histories = promised.histories
+    with MountedImage(named_devices(images), folder) as image:
+        devices = devices_of(image.root)
+        if broken := broken_devices(promised.changes, cut, devices):
+            raise Violation(broken)
+        free = check_left_out(images, devices) if promised.changes else []
         strange = set(os.listdir(image.root)) - {f"program{program}" for program in histories}
         if strange:
             raise Violation(f"nobody made {sorted(strange)}")
@@ -292,6 +242,8 @@ def check(images: Sequence[Path], folder: Path, *, histories: dict[int, History]
                 raise Violation(f"program {program}: {broken}")
         new = image.root / "new"
         new.write_bytes(b"after the cut")
+        for folder in free[:1]:
+            image.add(folder)
         image.flush()
         assert new.read_bytes() == b"after the cut"
     check_log(image)
@@ -322,8 +274,12 @@ def cut_again_and_again(*, cuts: int, seed: int, steps: int, run: Run, totals: T
             programs=1 + number % 2,
             seed=chance.randrange(2**31),
             steps=steps,
-            kills=KILLS if number % 3 == 2 else 0,
+            course=Course(
+                kills=KILLS if number % 3 == 2 else 0,
+                changes_devices=run.changes.in_recording(number),
+            ),
         )
+        totals.devices.update(count_changes(read_device_changes(events)))
         totals.recorded.update(e.operation.kind.name for e in events if not e.is_end)
         count = min(CUTS_A_RECORDING, cuts - first)
         chosen = choose_cuts(events, count=count, chance=chance)
@@ -347,10 +303,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--names", type=Names, default=Names.POSIX, choices=list(Names))
     parser.add_argument("--forget", default="", choices=["", *FORGETTABLE])
+    parser.add_argument("--changes", type=Changes, default=Changes.SOMETIMES, choices=list(Changes))
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--cut", type=Cut.parse)
     chosen = parser.parse_args()
-    run = Run(chosen.names, chosen.forget, images_folder())
+    run = Run(chosen.names, chosen.forget, images_folder(), chosen.changes)
     totals = Totals()
     if chosen.replay:
         events = read_log(chosen.replay / LOG_NAME).events

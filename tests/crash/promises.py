@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from tests.crash.recording import Event, Kind
-from tests.crash.workload import MARKER, Word, digest_of
+from tests.crash.workload import MARKER, DevicesWord, Word, digest_of
 
 Digests: TypeAlias = dict[int, str]
 """What the content of each file is known by."""
@@ -176,7 +176,9 @@ def read_histories(events: Sequence[Event]) -> dict[int, History]:
     for number, event in enumerate(events):
         if event.operation.kind is not Kind.MARK:
             continue
-        word = msgspec.json.decode(event.operation.data, type=Word)
+        word = msgspec.json.decode(event.operation.data, type=Word | DevicesWord)
+        if isinstance(word, DevicesWord):
+            continue
         key = (word.program, word.number)
         if not word.returned:
             begun[key] = (word, number)

@@ -19,12 +19,13 @@ import pytest
 from tests.crash.disk import Names
 from tests.crash.power_cut import (
     FORGETTABLE,
+    Changes,
     Run,
     Totals,
-    check_recording,
     cut_again_and_again,
     images_folder,
 )
+from tests.crash.recorded import check_recording
 from tests.crash.recording import (
     FIRST_RECORD,
     BadRecording,
@@ -85,6 +86,18 @@ def test_no_promise_is_broken_by_power_cuts(run: Run) -> None:
     assert not broken, broken
     assert totals.cuts == CUTS
     assert all(totals.tally.counts[what] for what in ("kept", "dropped", "torn", "reordered"))
+
+
+@pytest.mark.slow
+def test_no_promise_is_broken_while_devices_change(run: Run) -> None:
+    totals = Totals()
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    changing = run._replace(changes=Changes.ALWAYS)
+    broken = cut_again_and_again(cuts=CUTS, seed=seed, steps=STEPS, run=changing, totals=totals)
+    assert not broken, broken
+    assert totals.cuts == CUTS
+    assert totals.devices.keys() >= {"added", "drained"}, totals.devices
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -40,7 +40,22 @@ SERVERS_MAX = 3
 """Servers that may be killed while one question waits for its answer."""
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+Devices: TypeAlias = dict[str, str]
+"""The devices of a mount: the states by the names of their directories."""
+
+
+class DevicesWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="devices"):
+    """One word in the log: a change of the devices begins, or has returned (`device_changer`)."""
+
+    number: int
+    returned: bool = False
+    certain: bool = False
+    """Whether it was answered, so that it is durable."""
+    devices: Devices = {}
+    """Those of after it."""
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="call"):
     """One word in the log: call `number` of workload `program` begins, or has returned.
 
     A call is a change of names, the end of a version, or asks for durability, or two of these.
@@ -86,12 +101,13 @@ class Recorder:
         """Around a call; what is put into the yielded dictionary is told at its return."""
         number = next(self._numbers)
         later: dict[str, str] = {}
-        self._tell(Word(program=self._program, number=number, **about))
+        self.tell(Word(program=self._program, number=number, **about))
         yield later
         digest = later.get("digest", "")
-        self._tell(Word(program=self._program, number=number, returned=True, digest=digest))
+        self.tell(Word(program=self._program, number=number, returned=True, digest=digest))
 
-    def _tell(self, word: Word) -> None:
+    def tell(self, word: Word | DevicesWord) -> None:
+        """Say a word."""
         data = msgspec.json.encode(word)
         self._mark(data, len(data))
 
