@@ -6,6 +6,7 @@ import os
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,3 +259,5 @@ def test_layouts_of_a_policy_conform_to_it() -> None:
         assert conforms(layout, policy, devices), f"seed {seed}"
         other = Policy(chunk_bytes=policy.chunk_bytes * 2)
         assert not conforms(layout, other, devices)
+        narrower = msgspec.structs.replace(layout, devices=layout.devices[1:])
+        assert not conforms(narrower, policy, devices), f"seed {seed}"
