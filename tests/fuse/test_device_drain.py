@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import random_bytes
 from tests.support.crash import crash
+from tests.support.faults import MEBIBYTE, Filesystem, faulty_mount
 from tests.support.servers import kill
 
 CTL = "fpfs.cli.ctl"
@@ -181,6 +184,62 @@ def test_a_file_of_several_layout_segments() -> None:
             for offset in offsets:
                 file.seek(offset)
                 assert file.read(len(content)) == content
+        check_sound(mount)
+
+
+def test_a_file_that_stays_open_goes_by_the_new_places() -> None:
+    """What the server has in memory follows: it reads, and commits, what the catalog says."""
+    with mounted(devices=2) as mount:
+        path = mount.root / "file"
+        content = bytearray(random_bytes(6_000_000, seed=1))
+        path.write_bytes(content)
+        mount.flush()
+        with path.open("r+b", buffering=0) as file:
+            assert file.read(1) == content[:1]
+            assert drain(mount, "0")["is_empty"]
+            content[1_500_000:1_600_000] = b"x" * 100_000
+            os.pwrite(file.fileno(), content[1_500_000:1_600_000], 1_500_000)
+            os.fsync(file.fileno())
+            check_files(mount, {"file": bytes(content)})
+        assert content_bytes(mount.devices[0]) == 0
+        mount.remount()
+        check_files(mount, {"file": bytes(content)})
+        check_sound(mount)
+
+
+@pytest.mark.skipif(
+    unavailable_reason(throttled=False) is not None,
+    reason=unavailable_reason(throttled=False) or "",
+)
+def test_what_does_not_fit_on_the_others_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    with faulty_mount(tmp_path, filesystem=Filesystem.EXT4) as (mount, devices):
+        contents = {"file": random_bytes(60 * MEBIBYTE, seed=1)}
+        (mount.root / "file").write_bytes(contents["file"])
+        mount.flush()
+        devices.fill(0, leave_bytes=20 * MEBIBYTE)
+        held = content_bytes(mount.devices[1])
+        assert held > 20 * MEBIBYTE
+        done = run_fpfs("device", "drain", mount.root, "1", module=CTL)
+        assert done.returncode == 1
+        # 8 MiB are never given away.
+        assert re.search(
+            r"device 1 holds [\d.]+ MiB, and the others have room for 1[12]\.\d MiB.*"
+            r"add a device with fpfs-ctl device add, or remove files, first",
+            done.stderr,
+        )
+        assert done.stderr.count("\n") == 1
+        device = state(mount, 1)
+        assert (device["state"], device["has_catalog"]) == ("ok", True)
+        assert content_bytes(mount.devices[1]) == held
+        before = device["bytes_written"]
+        (mount.root / "later").write_bytes(b"y" * 4_000_000)
+        mount.flush()
+        assert state(mount, 1)["bytes_written"] > before, "it takes new chunks as before"
+        devices.empty(0)
+        assert drain(mount, "1")["is_empty"]
+        check_files(mount, contents)
         check_sound(mount)
 
 
