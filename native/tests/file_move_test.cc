@@ -129,6 +129,83 @@ TEST_CASE("move: not while a slot has a place promised on the device") {
   file->end_move({});
 }
 
+TEST_CASE("move: what is written next goes by the new places, and gives back only those") {
+  EngineFixture fixture({.devices = 2});
+  const auto file = fixture.load(20);
+  std::string bytes = random_bytes(6 * kChunk, 4);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  fixture.engine().set_draining(0, true);
+  const auto ranges = ranges_on(fixture, 20, 0);
+  REQUIRE(!ranges.empty());
+  const CopiedEvent done = copied(fixture, 1, ranges);
+  REQUIRE(done.error == 0);
+  REQUIRE(file->begin_move(0));
+  file->end_move(moves_to(1, done.object, ranges));
+  empty(fixture.device_path(0));
+  const std::string changed = random_bytes(kChunk, 5);  // halves of two chunks, one of which moved
+  bytes.replace(kChunk / 2, kChunk, changed);
+  REQUIRE(fixture.write(*file, kChunk / 2, changed) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  CHECK(!snapshot.garbage.empty());
+  for (const Extent& extent : snapshot.garbage) CHECK(extent.place.device == 1);
+  for (const auto& [device, object] : snapshot.dead) CHECK(device == 1);
+  fixture.make_current(*file, snapshot);
+  CHECK(ranges_on(fixture, 20, 0).empty());
+  CHECK(fixture.read(*file, 0, bytes.size()) == bytes);
+}
+
+TEST_CASE("move: what was cut off since the last commit is given back where it is by then") {
+  EngineFixture fixture({.devices = 2});
+  const auto file = fixture.load(20);
+  REQUIRE(fixture.write(*file, 0, random_bytes(6 * kChunk, 9)) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  fixture.engine().set_draining(0, true);
+  const auto ranges = ranges_on(fixture, 20, 0);
+  const CopiedEvent done = copied(fixture, 1, ranges);
+  REQUIRE(done.error == 0);
+  REQUIRE(fixture.truncate(*file, kChunk) == 0);  // the catalog refers to all of it still
+  REQUIRE(file->begin_move(0));
+  file->end_move(moves_to(1, done.object, ranges));
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  uint64_t blocks = 0;
+  for (const Extent& extent : snapshot.garbage) {
+    if (extent.place.device == 1 && extent.place.object == done.object) blocks += extent.count;
+  }
+  CHECK(blocks == 2 * kChunk / kBlockBytes);  // of three chunks that were moved
+  for (const auto& [device, object] : snapshot.dead) CHECK(device == 1);
+}
+
+TEST_CASE("move: where another file's blocks went is not an object of this one's") {
+  EngineFixture fixture({.devices = 2});
+  const auto owner = fixture.load(20);
+  const auto other = fixture.load(21);
+  const std::string bytes = random_bytes(4 * kChunk, 6);
+  REQUIRE(fixture.write(*owner, 0, bytes) == 0);
+  REQUIRE(fixture.commit(*owner, true) == 0);
+  REQUIRE(fixture.write(*other, 0, random_bytes(4 * kChunk, 7)) == 0);
+  REQUIRE(fixture.commit(*other, true) == 0);
+  fixture.engine().set_draining(0, true);
+  const auto ranges = ranges_on(fixture, 20, 0);
+  REQUIRE(!ranges.empty());
+  const CopiedEvent done = copied(fixture, 1, ranges);
+  REQUIRE(done.error == 0);
+  // Both may have shared the old object; only one refers to what was moved.
+  REQUIRE(owner->begin_move(0));
+  REQUIRE(other->begin_move(0));
+  for (File* file : {owner.get(), other.get()}) file->end_move(moves_to(1, done.object, ranges));
+  const std::pair<uint16_t, uint64_t> target{1, done.object};
+  for (const auto& object : other->objects()) CHECK(object != target);
+  REQUIRE(fixture.write(*other, 0, random_bytes(4 * kChunk, 8)) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*other, true, &snapshot) == 0);
+  for (const auto& object : snapshot.dead) CHECK(object != target);
+  fixture.make_current(*other, snapshot);
+  CHECK(fixture.read(*owner, 0, bytes.size()) == bytes);
+}
+
 TEST_CASE("block map: moved blocks keep their checksums, and no segment is changed") {
   BlockMap map;
   std::vector<Extent> replaced;
