@@ -93,10 +93,12 @@ def store_moves(
     that the moves name: a large one has thousands.
 
     Raises `BusyFile` when others than `expected` refer to the blocks, or preallocated ones were
-    written to.
+    written to, or the device that they were copied to is to go itself by now.
     """
     places = sorted({ObjectId(each.move.device, each.move.object) for each in planned})
     target = ObjectId(planned[0].move.to_device, planned[0].move.to_object)
+    if _use_of(transaction, target.device) != DeviceUse.IN_USE:
+        raise BusyFile(f"device {target.device} takes nothing any more")
     members = referents(transaction, places)
     if not members <= expected:
         raise BusyFile("others refer to the blocks by now")
@@ -123,6 +125,11 @@ def store_moves(
     old = [Range(each.device, each.object, each.block, each.count) for each in sorted(made)]
     unused = _unused(planned, made)
     return Moved(tuple(users), tuple(sorted(made)), record_removals(transaction, [*old, *unused]))
+
+
+def _use_of(transaction: Transaction, device: int) -> int:
+    query = "SELECT state FROM devices WHERE number = ?"
+    return int(transaction.execute(query, (device,)).fetchone()[0])
 
 
 def _unused(planned: Sequence[Planned], made: set[Move]) -> list[Range]:
@@ -229,8 +236,7 @@ def remove_unreferenced(
 
     None on a device that does not drain any more, where some may just have been made.
     """
-    (use,) = transaction.execute("SELECT state FROM devices WHERE number = ?", (device,)).fetchone()
-    if use != DeviceUse.DRAINING:
+    if _use_of(transaction, device) != DeviceUse.DRAINING:
         return 0
     gone = []
     for held in objects:

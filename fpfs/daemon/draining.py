@@ -185,7 +185,7 @@ class Draining:
                 work.damage.append(DamagedContent(ino=ino, error=error.strerror or str(error)))
                 planned = []
         if moved is None or not moved.inos:
-            await self._engine.remove_objects([target])
+            await self._give_up(target)
         if planned and moved is None:
             work.bytes_busy += sum(each.move.count for each in planned) * BLOCK_BYTES
         elif moved is not None:
@@ -199,6 +199,14 @@ class Draining:
                 self._describe(ino, sources[index], offset, code)
                 for offset, code in offsets.items()
             ]
+
+    async def _give_up(self, target: ObjectId) -> None:
+        """Remove what was copied for nothing, unless its device was removed meanwhile."""
+        try:
+            await self._engine.remove_objects([target])
+        except OSError as error:
+            if error.errno != errno.ENODEV:
+                raise
 
     async def _switch(self, device: int, ino: int, planned: Sequence[Planned]) -> Moved | None:
         """Let everybody refer to copied blocks; None where that cannot be now."""

@@ -13,8 +13,9 @@ from fpfs.core.layout import UNVERIFIED, Run, Segment, decode_segment, encode_se
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_contents import store_segment
+from fpfs.daemon.catalog_devices import set_use
 from fpfs.daemon.catalog_moves import Planned, store_moves, usage_of
-from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.catalog_schema import DeviceUse, row_crc
 
 OLD, NEW = ObjectId(0, 5), ObjectId(1, 9)
 BIG, SHARER = 2, 3
@@ -56,7 +57,10 @@ def catalog(tmp_path: Path) -> Path:
     Catalog.format(
         path,
         filesystem_id="test",
-        devices=[DeviceRecord(number=0, device_id="a", path="/a")],
+        devices=[
+            DeviceRecord(number=number, device_id=name, path=f"/{name}")
+            for number, name in enumerate("ab")
+        ],
         root=RootOwner(uid=0, gid=0),
     )
     return path
@@ -123,6 +127,24 @@ async def test_what_was_written_to_meanwhile_is_not_moved(catalog: Path) -> None
         store_segment(transaction, BIG, 1, b"")
         moved = store_moves(transaction, BIG, planned(1), expected=frozenset({BIG}))
         assert moved == ((), (), 0)
+
+    try:
+        await opened.write(work)
+    finally:
+        await opened.close()
+
+
+@pytest.mark.parametrize("use", [DeviceUse.DRAINING, DeviceUse.REMOVED])
+@trio.testing.trio_test
+async def test_nothing_goes_to_a_device_that_is_to_go_by_now(catalog: Path, use: DeviceUse) -> None:
+    opened = Catalog.open(catalog, filesystem_id="test")
+
+    def work(transaction: Transaction) -> None:
+        prepare(transaction)
+        set_use(transaction, NEW.device, use)
+        with pytest.raises(BusyFile, match="device 1 takes nothing any more"):
+            store_moves(transaction, BIG, planned(1), expected=frozenset({BIG}))
+        assert not any(usage_of(transaction, NEW.device))
 
     try:
         await opened.write(work)
