@@ -14,7 +14,7 @@ from fpfs.cli import scrub as scrubbing
 from fpfs.cli import top as live
 from fpfs.cli import trace as tracing
 from fpfs.cli import versions as former
-from fpfs.cli.asking import Flag, Json, print_json, waiting
+from fpfs.cli.asking import Flag, Json, ask, print_json, waiting
 from fpfs.cli.completion import completion
 from fpfs.cli.listing import ls
 from fpfs.cli.recovery import describe_recovery
@@ -160,11 +160,8 @@ def flush(mountpoint: str, /, *, timeout: float | None = None, json: Json = Fals
     """
     check_timeout(timeout)
     asked = f"flush of {mountpoint}"
-    with (
-        ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client,
-        waiting(f"making everything on {mountpoint} durable"),
-    ):
-        flushed = client.ask(FlushAll(), timeout_s=timeout)
+    with waiting(f"making everything on {mountpoint} durable"):
+        flushed = ask(mountpoint, FlushAll(), asked=asked, timeout_s=timeout)
     return _show_flushed(flushed, json=json)
 
 
@@ -209,8 +206,7 @@ def recovery(
     """
     check_timeout(timeout)
     asked = f"recovery of {mountpoint}"
-    with ControlClient(find_fpfs(mountpoint, asked=asked), asked=asked) as client:
-        found = client.ask(AskStatus(), timeout_s=timeout)
+    found = ask(mountpoint, AskStatus(), asked=asked, timeout_s=timeout)
     if json:
         print_json(found.recovery)
     else:

@@ -559,15 +559,15 @@ class MemoryEngine:
 
     async def copy(self, to: int, ranges: Sequence[CopiedRange]) -> tuple[int, Sequence[Damage]]:
         """See `Engine.copy`: no device is drained here."""
-        raise NotImplementedError(f"{len(ranges)} ranges to device {to}")
+        raise AssertionError(f"{len(ranges)} ranges are copied to device {to}")
 
     def begin_move(self, ino: int, device: int) -> bool:
         """See `Engine.begin_move`: no device is drained here."""
-        raise NotImplementedError(f"inode {ino} on device {device}")
+        raise AssertionError(f"inode {ino} is moved from device {device}")
 
     def end_move(self, ino: int, moves: Sequence[Move]) -> None:
         """See `Engine.end_move`: no device is drained here."""
-        raise NotImplementedError(f"inode {ino}: {moves}")
+        raise AssertionError(f"inode {ino} was moved: {moves}")
 
     async def remove_device(self, number: int) -> None:
         """See `Engine.remove_device`."""

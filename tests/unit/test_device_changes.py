@@ -108,6 +108,13 @@ def folders(tmp_path: Path) -> list[Path]:
     return made
 
 
+def empty(folders: Sequence[Path]) -> None:
+    """Begin again with empty directories."""
+    for folder in folders:
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+
 def holds_catalog(folder: Path) -> bool:
     """Whether its stamp says that there is a copy of the catalog."""
     stamp = read_stamp(str(folder), asked="test")
@@ -273,9 +280,7 @@ async def test_whatever_ends_it_the_next_mount_has_it_or_has_it_not(
     outcomes = []
     ended = True
     while ended:
-        for folder in folders:
-            shutil.rmtree(folder)
-            folder.mkdir()
+        empty(folders)
         left, ended = await end_in_the_middle(
             folders[: count + 1], monkeypatch, end_at=len(outcomes), after=after
         )
@@ -304,9 +309,7 @@ async def test_without_the_directory_the_mount_works_as_long_as_it_was_not_added
     said = []
     ended = True
     while ended:
-        for folder in folders:
-            shutil.rmtree(folder)
-            folder.mkdir()
+        empty(folders)
         left, ended = await end_in_the_middle(
             folders[:3], monkeypatch, end_at=len(said), after=True
         )
@@ -447,9 +450,7 @@ async def test_whatever_ends_a_removal_the_next_mount_has_it_or_has_it_not(
     outcomes = []
     ended = True
     while ended:
-        for folder in folders:
-            shutil.rmtree(folder)
-            folder.mkdir()
+        empty(folders)
         left, ended = await end_removal_in_the_middle(
             folders[:count], monkeypatch, end_at=len(outcomes), after=after
         )
