@@ -93,15 +93,16 @@ def _read(
     has_begun = False
     while True:
         read = client.ask(ReadTrace(trace=number))
+        traced.opened_ns, traced.device_paths = read.opened_ns, read.device_paths
+        traced.lost, traced.state = read.lost, str(read.state)
+        traced.ended_ns = read.ended_ns or time.monotonic_ns()
         traced.events += read.events
+        traced.steps += read.steps
+        # Only now: who is told of it may interrupt at once, and is owed what was seen.
         if not has_begun and any(event.kind is EventKind.REQUEST for event in read.events):
             has_begun = True
             sys.stderr.write(f"{BEGUN} {traced.path}\n")
             sys.stderr.flush()
-        traced.steps += read.steps
-        traced.lost, traced.state = read.lost, str(read.state)
-        traced.opened_ns, traced.device_paths = read.opened_ns, read.device_paths
-        traced.ended_ns = read.ended_ns or time.monotonic_ns()
         if read.state.is_over and not read.has_more:
             return
         if deadline_s is not None and time.monotonic() > deadline_s:
