@@ -36,7 +36,8 @@ Status File::set_content(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
   for (const auto& [index, blob] : segments) {
     if (Status status = map_.decode_segment(index, blob); !status.ok()) return status;
   }
-  for (const auto& key : map_.objects()) objects_[key] = nullptr;  // opened by its first read
+  recorded_ = map_.objects();
+  for (const auto& key : recorded_) objects_[key] = nullptr;  // opened by its first read
   inline_mode_ = map_.empty();
   inline_ = std::move(content).value_or(std::string());
   return {};

@@ -452,6 +452,10 @@ class File : public std::enable_shared_from_this<File> {
 
   std::map<uint16_t, std::shared_ptr<Appender>> appenders_ GUARDED_BY(mutex_);
   std::map<std::pair<uint16_t, uint64_t>, ObjectRef> objects_ GUARDED_BY(mutex_);  // owned
+  // Those of them that the catalog may know, which removes them itself: others may share them.
+  std::set<std::pair<uint16_t, uint64_t>> recorded_ GUARDED_BY(mutex_);
+  // Those that were made for bytes which another device did not take, and that are on their way.
+  std::set<std::pair<uint16_t, uint64_t>> retried_ GUARDED_BY(mutex_);
   std::map<std::pair<uint16_t, uint64_t>, ObjectRef> unflushed_ GUARDED_BY(mutex_);
   std::vector<Extent> garbage_ GUARDED_BY(mutex_);
 

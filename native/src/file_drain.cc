@@ -308,6 +308,8 @@ void File::io_done(SlotIo* io, int result) {
   {
     const MutexLock lock(mutex_);
     std::unique_ptr<SlotIo> owned(io);
+    // From here on it is in the list of what was written, or nothing will be there.
+    if (!io->tried.empty()) retried_.erase({io->extent.place.device, io->extent.place.object});
     if (io->op == IoOp::Read) {
       actions.add([this, phase = io->phase] { plane_.read_end(phase); });
       fetched(io, result, actions);
@@ -342,6 +344,7 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
             if (error == 0) {
               const MutexLock lock(self->mutex_);
               self->objects_[{number, id}] = object;
+              self->retried_.insert({number, id});
             }
             request->extent.place = Place{id, 0, number, false};
             request->object = std::move(object);
@@ -530,14 +533,19 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
   }
   std::set<std::pair<uint16_t, uint64_t>> live = map_.objects();
   base.objects.assign(live.begin(), live.end());
+  recorded_.insert(live.begin(), live.end());
   live.insert(later_objects_.begin(), later_objects_.end());
+  live.insert(retried_.begin(), retried_.end());
   for (auto it = appenders_.begin(); it != appenders_.end();) {
     const auto& entry = it->second;
-    const bool used = live.contains({entry->device, entry->id});
-    if (last && !used && !entry->growing && entry->reserved_blocks == 0) {
+    const std::pair key{entry->device, entry->id};
+    const bool used = live.contains(key);
+    // There may be no later snapshot to tell the catalog that nothing is left of what it knows.
+    const bool ends = last || (recorded_.contains(key) && chains_.empty());
+    if (ends && !used && !entry->growing && entry->reserved_blocks == 0) {
       it = appenders_.erase(it);
     } else {
-      live.insert({entry->device, entry->id});
+      live.insert(key);
       ++it;
     }
   }
@@ -648,7 +656,10 @@ void File::committed(uint64_t sequence) {
     replaced_ = replaced_since_snapshot_;
     snapshot_segments_.clear();
     snapshot_garbage_.clear();
-    for (const auto& key : std::exchange(snapshot_dead_, {})) objects_.erase(key);
+    for (const auto& key : std::exchange(snapshot_dead_, {})) {
+      objects_.erase(key);
+      recorded_.erase(key);
+    }
     // A file without changes has nothing in the journal that matters, whenever it was entered.
     const bool clean = sequence_ == sequence;
     // A slot can outlive the journal's word of a later change of the size or the times.
@@ -675,13 +686,14 @@ void File::retire() {
   {
     const MutexLock lock(mutex_);
     dropped_ = true;  // an object that is still being made goes at once
-    const std::set<std::pair<uint16_t, uint64_t>> live = map_.objects();
+    std::set<std::pair<uint16_t, uint64_t>> kept = map_.objects();
+    kept.insert(recorded_.begin(), recorded_.end());
     for (const auto& [number, entry] : appenders_) {
-      if (live.contains({entry->device, entry->id})) submit_trim(entry, actions);
+      if (kept.contains({entry->device, entry->id})) submit_trim(entry, actions);
     }
     for (const auto& [key, object] : objects_) {
       Device* device = plane_.device(key.first);
-      if (device == nullptr || live.contains(key)) continue;
+      if (device == nullptr || kept.contains(key)) continue;
       actions.add([device, id = key.second] { device->remove_object(id, [](int) {}); });
     }
   }

@@ -57,10 +57,13 @@ void File::follow(const std::vector<Move>& moves) {
   for (const Move& move : moves) {
     if (used.contains({move.to.device, move.to.object})) {
       (void)object_ref(move.to.device, move.to.object);
+      recorded_.insert({move.to.device, move.to.object});
     }
     const std::pair from{move.from.device, move.from.object};
     // Where slots are on their way the next snapshot sees to it.
-    if (!used.contains(from) && chains_.empty()) objects_.erase(from);
+    if (used.contains(from) || !chains_.empty()) continue;
+    objects_.erase(from);
+    recorded_.erase(from);
   }
 }
 

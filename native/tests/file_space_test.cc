@@ -41,6 +41,31 @@ uint64_t blocks_of(const std::vector<Extent>& extents) {
 
 }  // namespace
 
+TEST_CASE("an object in which nothing is left is told of while the file is still open") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(2 * kChunkBytes, 1);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+  REQUIRE(snapshot.objects.size() == 2);
+  fixture.make_current(*file, snapshot);
+  // Its last snapshot: what is closed without another change has no later one.
+  REQUIRE(fixture.truncate(*file, kChunkBytes) == 0);
+  SnapshotData cut;
+  REQUIRE(fixture.drain(*file, false, &cut) == 0);
+  REQUIRE(cut.objects.size() == 1);
+  REQUIRE(cut.dead.size() == 1);
+  CHECK(cut.dead[0] != cut.objects[0]);
+  fixture.make_current(*file, cut);
+  CHECK(fixture.read(*file, 0, kChunkBytes) == bytes.substr(0, kChunkBytes));
+  // And the file grows again, in a new object.
+  REQUIRE(fixture.write(*file, kChunkBytes, bytes.substr(kChunkBytes)) == 0);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  fixture.reopen();
+  CHECK(fixture.read(*fixture.load(1), 0, bytes.size()) == bytes);
+}
+
 TEST_CASE("what fallocate prepared is written in place, and none of it is given back") {
   EngineFixture fixture({1, kChunkBytes, 16});
   const auto file = fixture.load(1);

@@ -293,6 +293,21 @@ def test_one_that_was_never_mounted(tmp_path: Path) -> None:
     assert "nothing was ever stored" in done.stdout
 
 
+def test_objects_that_an_open_file_has_emptied_are_gone_from_both_sides() -> None:
+    with mounted(devices=2) as mount:
+        file = mount.root / "file"
+        with file.open("wb", buffering=0) as stream:
+            stream.write(random_bytes(2 << 20, seed=1))
+            os.fsync(stream.fileno())
+            stream.truncate(1 << 20)
+            os.fsync(stream.fileno())
+        mount.unmount()
+        devices = DeviceSet(mount.folder, mount.devices)
+        report = check(devices, data=True)
+        assert (report.exit_status, report.findings) == (0, ())
+        assert len(devices.objects_of(devices.ino("file"))) == 1
+
+
 def test_after_a_crash_the_truth_is_told_and_nothing_is_repaired() -> None:
     with mounted(devices=2) as mount:
         fill(mount.root)
