@@ -1,7 +1,7 @@
 // How long things took: counts in fixed buckets, each twice as wide as the one before.
 //
-// Threads: record() from any, without a lock: two relaxed additions. A copy may lack what is being
-//   recorded meanwhile, and its sum may be a moment ahead of its counts.
+// Threads: record() from any, without a lock: two additions. A copy may lack what is being recorded
+//   meanwhile, and its sum may be a moment ahead of its counts, never behind them.
 #pragma once
 
 #include <time.h>
@@ -36,15 +36,16 @@ class DurationHistogram {
     const uint64_t ns = duration_ns > 0 ? static_cast<uint64_t>(duration_ns) : 0;
     const uint64_t whole = ns == 0 ? 0 : (ns - 1) / kDurationUnitNs;  // a bound belongs below it
     const auto bucket = static_cast<size_t>(std::bit_width(whole));
-    counts_[bucket < kDurationBounds ? bucket : kDurationBounds].fetch_add(
-        1, std::memory_order_relaxed);
     sum_ns_.fetch_add(ns, std::memory_order_relaxed);
+    // Released: who sees it counted sees it in the sum.
+    counts_[bucket < kDurationBounds ? bucket : kDurationBounds].fetch_add(
+        1, std::memory_order_release);
   }
 
   DurationCounts read() const {
     DurationCounts result;
     for (size_t i = 0; i < counts_.size(); ++i) {
-      result.counts[i] = counts_[i].load(std::memory_order_relaxed);
+      result.counts[i] = counts_[i].load(std::memory_order_acquire);
     }
     result.sum_ns = sum_ns_.load(std::memory_order_relaxed);
     return result;
