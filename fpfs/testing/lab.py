@@ -258,8 +258,11 @@ def _take_down(lab: Lab) -> None:
         for mounted in _mountpoints_of(device.device_number):
             _unmount(mounted)
         _run("losetup", "--detach", device.loop)
-    attached = sorted(_loops_by_image(lab.images).values())
-    if attached:
+    deadline_s = time.monotonic() + BUSY_S
+    while attached := sorted(_loops_by_image(lab.images).values()):
+        if time.monotonic() < deadline_s:
+            time.sleep(BUSY_RETRY_S)  # a program with mounts of its own still has this one
+            continue
         raise LabError(f"{', '.join(attached)} still in use: see `lsof {attached[0]}`, then repeat")
     _remove_files(lab)
 
