@@ -19,6 +19,7 @@ from tests.support.contents import random_bytes
 from tests.support.crash import close_dead
 from tests.support.damage import blocks_of, flip
 from tests.support.device_sets import LARGE_BYTES, SMALL, DeviceSet, fill, filled
+from tests.support.nobody import AS_NOBODY, need_nobody
 from tests.support.processes import run
 
 
@@ -148,19 +149,19 @@ def test_what_was_committed_before_a_crash_is_copied(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_user_s_copy_is_his_and_has_no_set_user_id(devices: DeviceSet, tmp_path: Path) -> None:
+    need_nobody()
     ino = devices.ino("other")
     devices.change(("UPDATE inodes SET mode = ? WHERE ino = ?", [stat.S_IFREG | 0o6755, ino]))
     for device in devices.devices:
         for path in [device, *device.rglob("*")]:
             os.chown(path, 65534, 65534)
     os.chown(tmp_path, 65534, 65534)
-    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    reachable = subprocess.run([*user, "test", "-x", tmp_path], check=False).returncode == 0
+    reachable = subprocess.run([*AS_NOBODY, "test", "-x", tmp_path], check=False).returncode == 0
     destination = tmp_path / "copy" if reachable else devices.devices[0].parent / "copy"
     if not reachable:
         destination.mkdir()
         os.chown(destination, 65534, 65534)
-    done = export(*devices.devices, destination, prefix=user)
+    done = export(*devices.devices, destination, prefix=AS_NOBODY)
     assert (done.returncode, done.stderr) == (0, "")
     found = (destination / "folder" / "other").stat()
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65534, 0o755)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from tests.support.nobody import AS_NOBODY, need_nobody
 from tests.support.processes import REPOSITORY
 from tests.support.servers import kill
 
@@ -147,14 +148,14 @@ def test_status_shows_the_same_once() -> None:
 
 @pytest.mark.root
 def test_others_see_no_files() -> None:
-    prefix = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+    need_nobody()
     with mounted() as mount, open(mount.root / "secret.pt", "wb", buffering=0) as stream:
         stream.write(b"content")
-        done = run_fpfs("status", mount.root, module="fpfs.cli.ctl", prefix=prefix)
+        done = run_fpfs("status", mount.root, module="fpfs.cli.ctl", prefix=AS_NOBODY)
         assert done.returncode == 0, done.stderr
         assert "7 B in no version yet" in done.stdout
         assert "secret" not in done.stdout
-        done = run_fpfs("status", mount.root, "--json", module="fpfs.cli.ctl", prefix=prefix)
+        done = run_fpfs("status", mount.root, "--json", module="fpfs.cli.ctl", prefix=AS_NOBODY)
         activity = json.loads(done.stdout)["activity"]
         assert (activity["bytes_pending"], activity["files_written"]) == (7, 1)
         assert activity["files"] is activity["files_count"] is None

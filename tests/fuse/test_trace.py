@@ -19,6 +19,7 @@ import pytest
 from fpfs.cli.trace import BEGUN, WAITING
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.chrome_traces import check_format, spans_of
+from tests.support.nobody import AS_NOBODY, need_nobody
 from tests.support.processes import REPOSITORY
 from tests.support.servers import kill
 
@@ -210,13 +211,14 @@ def test_refusals(shared: Mount, tmp_path: Path, file: str, output: str, wrong: 
 
 @pytest.mark.root
 def test_only_the_owner_may(shared: Mount, tmp_path: Path) -> None:
+    need_nobody()
     nobody = pwd.getpwnam("nobody")
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, nobody.pw_uid, nobody.pw_gid)
         done = run_fpfs(
             *command(shared.root / "file", Path(folder) / "trace.json"),
             module="fpfs.cli.ctl",
-            prefix=("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"),
+            prefix=AS_NOBODY,
         )
     assert done.returncode == 1, done.stderr
     assert "only root and the mount's owner may ask for 'trace'" in done.stderr
