@@ -72,7 +72,8 @@ def socket_path(device: str, *, folder: str, pid: int) -> str:
 def keeper_runs(path: str) -> bool:
     """Whether the keeper of the mount with this socket lives, so that there is a server, or will
     be one."""
-    return _runs(path.rsplit(".", 2)[1])
+    pid = path.rsplit(".", 2)[1]
+    return pid.isdecimal() and _runs(int(pid))
 
 
 def outcome_path(path: str) -> str:
@@ -138,12 +139,17 @@ def _find_socket(entry: MountEntry) -> str | None:
     return max(born_ns, key=born_ns.__getitem__, default=None)
 
 
-def _runs(pid: str) -> bool:
+def _runs(pid: int) -> bool:
     """Whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except (FileNotFoundError, ProcessLookupError):
+    process_fd = _open_process(pid)
+    if process_fd < 0:
         return False
+    try:
+        ended = select.poll()
+        ended.register(process_fd, select.POLLIN)
+        return not ended.poll(0)
+    finally:
+        os.close(process_fd)
 
 
 def runtime_folders(uid: int) -> list[str]:
