@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "channel_write.h"
+#include "fatal_signal.h"
 
 namespace fpfs {
 namespace {
@@ -28,6 +29,10 @@ constexpr int kSocketBufferBytes = 4 * 1024 * 1024;
 constexpr std::chrono::microseconds kLookAgain{100};
 // A writer waits for these threads, nobody for those that write to the devices behind its back.
 constexpr int kChannelNice = -10;
+// Until a look at another process counts as late. Where the kernel tells who lives, only processes
+// on their way out are looked at, which nobody else waits for.
+constexpr std::chrono::milliseconds kLookLimit{2000};
+constexpr std::chrono::milliseconds kLookLimitOfAll{10};
 
 // The unique of a RELEASE, or 0.
 uint64_t release_in(const char* head) {
@@ -87,10 +92,16 @@ Channel::Channel(Engine& engine, int fuse_fd, std::shared_ptr<KnownDirectories> 
       fuse_fd_(fuse_fd),
       directories_(std::move(directories)),
       landing_pool_(kParkedWritesMax + engine.config().channel_threads),
-      latency_(engine.config().cpu_latency_path, [&engine](const std::string& why) {
-        engine.log(20, "processors may sleep deeply while requests come (" + why +
-                           "): where waking them is slow, saves take longer");
-      }) {}
+      latency_(engine.config().cpu_latency_path,
+               [&engine](const std::string& why) {
+                 engine.log(20, "processors may sleep deeply while requests come (" + why +
+                                    "): where waking them is slow, saves take longer");
+               }),
+      kernel_tells_who_lives_(surely_lives(gettid())),
+      inspector_("fpfs-inspector", kChannelNice,
+                 kernel_tells_who_lives_ ? kLookLimit : kLookLimitOfAll),
+      notifier_("fpfs-notify"),
+      name_notifier_("fpfs-names") {}
 
 Channel::~Channel() {
   stop();
@@ -134,7 +145,6 @@ Result<int> Channel::start(uint32_t threads, std::optional<Resumed> resumed) {
                                     [this, i] { receive_loop(static_cast<int>(i)); }));
   }
   threads_.push_back(start_thread("fpfs-relay", [this] { relay_loop(); }));
-  threads_.push_back(start_thread("fpfs-notify", [this] { notify_loop(); }));
   return pair[1];
 }
 
@@ -146,15 +156,14 @@ void Channel::stop() {
     [[maybe_unused]] const ssize_t n = ::write(fd, &one, sizeof one);
   }
   {
-    const MutexLock lock(notify_mutex_);
-    notify_wanted_.notify_all();
-  }
-  {
     const MutexLock lock(relay_mutex_);
     resumed_.notify_all();
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  notifier_.stop();
+  name_notifier_.stop();
+  inspector_.stop();
 }
 
 void Channel::connection_lost(int error) {

@@ -15,11 +15,13 @@
 //
 // Ownership: the channel owns both descriptors. Requests that wait own a landing buffer each; when
 //   those run out the threads stop receiving, so memory is bounded.
-// Threads: `threads` channel threads, one relay thread, one notifier. complete_write from any.
+// Threads: `threads` channel threads, one relay thread, two notifiers, one inspector of other
+//   processes. complete_write from any. None but the last reads another process's /proc.
 #pragma once
 
 #include <sys/uio.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -38,8 +40,10 @@
 #include "file_descriptor.h"
 #include "fuse_request.h"
 #include "known_directories.h"
+#include "process_inspector.h"
 #include "read_ahead.h"
 #include "thread_annotations.h"
+#include "worker.h"
 
 namespace fpfs {
 
@@ -97,13 +101,13 @@ class Channel {
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
   // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
-  void invalidate(uint64_t ino, std::function<void()> then) EXCLUDES(notify_mutex_);
+  void invalidate(uint64_t ino, std::function<void()> then);
   // Drops its attributes alone, before it returns: nobody can keep the kernel from that.
   void invalidate_attributes(uint64_t ino);
   // Tells `then`, in that thread, whether the kernel refers to an inode: true where it cannot say.
-  void find_out(uint64_t ino, std::function<void(bool known)> then) EXCLUDES(notify_mutex_);
+  void find_out(uint64_t ino, std::function<void(bool known)> then);
   // Drops what the kernel knows of a name, present or absent.
-  void invalidate_name(uint64_t directory, std::string name) EXCLUDES(notify_mutex_);
+  void invalidate_name(uint64_t directory, std::string name);
   const ChannelStatistics& statistics() const { return statistics_; }
   // Whether the engine has been told of every RELEASE that the kernel was asked for before now, or
   // so many requests have come that they must be among these.
@@ -166,7 +170,8 @@ class Channel {
   void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
   uint64_t keep_unanswered(const Done& done) EXCLUDES(sync_mutex_);
   void note_writer(Handle& handle, uint64_t owner);
-  void note_end(Handle& handle, pid_t thread) REQUIRES(handle.mutex);
+  void end_flush(const FuseRequest& request, Handle& handle, int signal, bool wrote);
+  void answer_flush(const FuseRequest& request, Handle& handle);
   bool waits_for_changes(const Handle& handle) const;
   void keep_waiting(const std::shared_ptr<Waiting>& waiting) EXCLUDES(parked_mutex_);
   void end_waiting(uint64_t unique) EXCLUDES(parked_mutex_);
@@ -191,7 +196,7 @@ class Channel {
   void handle_lookup(const FuseRequest& request);
   void handle_getattr(const FuseRequest& request);
   void handle_interrupt(const FuseRequest& request);
-  bool interrupted_waits() EXCLUDES(parked_mutex_);
+  bool look_at_interrupted() EXCLUDES(parked_mutex_);
 
   void relay(const FuseRequest& request);
   void let_releases_pass(uint64_t before = UINT64_MAX) const;
@@ -205,7 +210,7 @@ class Channel {
   void flush_backlog() EXCLUDES(relay_mutex_);
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
 
-  void notify_loop();
+  int notify_inode(uint64_t ino, int64_t offset);
   int notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);
@@ -227,6 +232,8 @@ class Channel {
   std::atomic<bool> lost_{false};
   LandingPool landing_pool_;
   CpuLatency latency_;
+  const bool kernel_tells_who_lives_;
+  ProcessInspector inspector_;
   std::atomic<size_t> receivers_waiting_{0};  // channel threads without a landing buffer
   ChannelStatistics statistics_;
   struct Receiving {
@@ -253,16 +260,13 @@ class Channel {
   Mutex parked_mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<Waiting>> parked_
       GUARDED_BY(parked_mutex_);  // by unique
+  // Uniques of the last interrupts whose request did not wait: another thread may be about to let
+  // it. No unique is used twice, so those that never come do no harm.
+  std::array<uint64_t, 256> early_interrupts_ GUARDED_BY(parked_mutex_){};
+  size_t next_early_interrupt_ GUARDED_BY(parked_mutex_) = 0;
 
-  struct Notification {
-    uint64_t ino;  // of the directory, when there is a name
-    std::string name;
-    int64_t offset;                       // pages from here on are dropped; none if it is negative
-    std::function<void(int error)> then;  // ENOENT: the kernel knows no such inode or name
-  };
-  Mutex notify_mutex_;
-  CondVar notify_wanted_;
-  std::deque<Notification> notifications_ GUARDED_BY(notify_mutex_);
+  Worker notifier_;       // tells the kernel of changes of contents
+  Worker name_notifier_;  // of names: it waits for who works in a directory, nobody waits for it
 };
 
 }  // namespace fpfs

@@ -16,6 +16,7 @@ namespace {
 constexpr int kInterruptCheckMs = 100;
 constexpr uint64_t kReplayedUnique = UINT64_MAX;  // the kernel's are smaller
 constexpr int kNotifyResend = 7;                  // FUSE_NOTIFY_RESEND, Linux 6.9
+constexpr int64_t kNoPages = -1;                  // of an inode that changed
 
 }  // namespace
 
@@ -207,15 +208,20 @@ void Channel::relay_loop() {
       if (!backlog_.empty()) events |= POLLOUT;
     }
     if (receivers_waiting_ >= engine_.config().channel_threads) events |= POLLIN;
-    const bool interrupted = interrupted_waits();
-    pollfd wait[2] = {{socket_, events, 0}, {relay_fd_, POLLIN, 0}};
-    if (poll(wait, 2, interrupted ? kInterruptCheckMs : -1) < 0 && errno != EINTR) return;
+    const bool interrupted = look_at_interrupted();
+    pollfd wait[3] = {
+        {socket_, events, 0}, {relay_fd_, POLLIN, 0}, {inspector_.late_fd(), POLLIN, 0}};
+    if (poll(wait, 3, interrupted ? kInterruptCheckMs : -1) < 0 && errno != EINTR) return;
     if (stopping_) return;
     if ((wait[1].revents & POLLIN) != 0) {
       uint64_t count = 0;
       [[maybe_unused]] const ssize_t n = ::read(relay_fd_, &count, sizeof count);
     }
-    if (interrupted) engine_.wake();
+    if ((wait[2].revents & POLLIN) != 0 && inspector_.give_up_late()) {
+      engine_.log(30,
+                  "a look at another process takes too long: until it has ended, nothing is "
+                  "known of how writers end");
+    }
     if ((wait[0].revents & POLLOUT) != 0) flush_backlog();
     if ((wait[0].revents & (POLLIN | POLLHUP | POLLERR)) != 0 && !relay_replies()) return;
   }
@@ -287,61 +293,45 @@ void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) 
 // --- notifications ---
 
 // In a thread of its own: the kernel may wait here for pages that readers hold until a channel
-// thread has answered them, or for a directory that somebody changes.
+// thread has answered them.
 void Channel::invalidate(uint64_t ino, std::function<void()> then) {
-  const MutexLock lock(notify_mutex_);
-  notifications_.push_back({ino, {}, 0, [then = std::move(then)](int) { then(); }});
-  notify_wanted_.notify_one();
+  notifier_.post([this, ino, then = std::move(then)] {
+    notify_inode(ino, 0);
+    then();
+  });
 }
 
 void Channel::invalidate_attributes(uint64_t ino) {
-  fuse_notify_inval_inode_out body{};
-  body.ino = ino;
-  body.off = -1;
-  body.len = -1;
-  (void)notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});  // which tells of errors
+  notify_inode(ino, kNoPages);  // which tells of errors
 }
 
 void Channel::find_out(uint64_t ino, std::function<void(bool known)> then) {
-  const MutexLock lock(notify_mutex_);
-  notifications_.push_back(
-      {ino, {}, -1, [then = std::move(then)](int error) { then(error != ENOENT); }});
-  notify_wanted_.notify_one();
+  notifier_.post(
+      [this, ino, then = std::move(then)] { then(notify_inode(ino, kNoPages) != ENOENT); });
 }
 
+// The kernel takes the directory's lock for it, which somebody may hold for as long as he likes: a
+// reader of the directory whose memory never comes. Nobody waits for this thread. (That all names
+// are looked up anew, which takes no lock, would not do: what is mounted on one of them is
+// detached, and a reader that goes on puts the old name back.)
 void Channel::invalidate_name(uint64_t directory, std::string name) {
-  const MutexLock lock(notify_mutex_);
-  notifications_.push_back({directory, std::move(name), 0, [](int) {}});
-  notify_wanted_.notify_one();
+  name_notifier_.post([this, directory, name = std::move(name)] {
+    fuse_notify_inval_entry_out body{};
+    body.parent = directory;
+    body.namelen = static_cast<uint32_t>(name.size());
+    // The name is followed by a zero.
+    notify(FUSE_NOTIFY_INVAL_ENTRY,
+           {{&body, sizeof body}, {const_cast<char*>(name.c_str()), name.size() + 1}});
+  });
 }
 
-void Channel::notify_loop() {
-  for (;;) {
-    Notification next{};
-    {
-      const MutexLock lock(notify_mutex_);
-      while (notifications_.empty() && !stopping_) notify_wanted_.wait(notify_mutex_);
-      if (notifications_.empty()) return;
-      next = std::move(notifications_.front());
-      notifications_.pop_front();
-    }
-    int error = 0;
-    if (next.name.empty()) {
-      fuse_notify_inval_inode_out body{};
-      body.ino = next.ino;
-      body.off = next.offset;
-      body.len = -1;
-      error = notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
-    } else {
-      fuse_notify_inval_entry_out body{};
-      body.parent = next.ino;
-      body.namelen = static_cast<uint32_t>(next.name.size());
-      // The name is followed by a zero.
-      error = notify(FUSE_NOTIFY_INVAL_ENTRY,
-                     {{&body, sizeof body}, {next.name.data(), next.name.size() + 1}});
-    }
-    next.then(error);
-  }
+// Its attributes, and its pages from an offset on.
+int Channel::notify_inode(uint64_t ino, int64_t offset) {
+  fuse_notify_inval_inode_out body{};
+  body.ino = ino;
+  body.off = offset;
+  body.len = -1;
+  return notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
 }
 
 // Returns the kernel's errno, or 0.

@@ -55,32 +55,58 @@ struct WaitedRead : ReadJob {
 
 }  // namespace
 
-// A close without an error to report needs no Python; whoever waits for durability goes there.
+// A close without an error to report needs no Python; whoever waits for durability goes there. How
+// a writer ends is seen before the answer, which its process waits for: afterwards it may be gone,
+// or be killed with its file closed.
 void Channel::handle_flush(const FuseRequest& request) {
   fuse_flush_in in{};
   if (!request.argument(&in)) return reply(request.unique(), EIO);
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
-  if (handle != nullptr) {
+  if (handle == nullptr) return relay(request);
+  bool wrote = false;
+  bool only_opened = false;
+  {
     const MutexLock lock(handle->mutex);
     // A shell that redirects flushes before its first byte, and a forked child that exits flushes
     // what it never wrote: neither may commit, nor says how the writer ended.
-    const bool wrote =
-        handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
-    const bool only_opened = handle->writers.empty() && (handle->flags & (O_CREAT | O_TRUNC)) != 0;
-    if (wrote || only_opened) note_end(*handle, static_cast<pid_t>(request.header().pid));
-    if (!wrote || handle->file->ack() == Ack::Early) {
-      return reply(request.unique(), handle->file->take_error(&handle->errors_seen));
-    }
+    wrote = handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
+    only_opened = handle->writers.empty() && (handle->flags & (O_CREAT | O_TRUNC)) != 0;
   }
-  relay(request);
+  if (!wrote && !only_opened) return answer_flush(request, *handle);
+  const auto thread = static_cast<pid_t>(request.header().pid);
+  if (thread == 0 || surely_lives(thread)) return end_flush(request, *handle, 0, wrote);
+  const auto answer =
+      [this, handle, wrote,
+       message = std::string(request.head(), request.head_bytes())](std::optional<int> signal) {
+        const Payload nothing;
+        FuseRequest flush;
+        flush.parse(message.data(), message.size(), nothing);
+        // Where the kernel tells who lives, this one does not.
+        end_flush(flush, *handle,
+                  signal.value_or(kernel_tells_who_lives_ ? arena::kSignalUnknown : 0), wrote);
+      };
+  inspector_.ask([thread] { return fatal_signal(thread); }, answer);
 }
 
-// A writer closes. Until it is answered the kernel keeps its process, which tells why it does.
-void Channel::note_end(Handle& handle, pid_t thread) {
-  const int signal = fatal_signal(thread);
-  if (signal == handle.killed_by) return;
-  handle.killed_by = signal;
-  engine_.arena().record_end(handle.id, signal);
+// `signal` ends who flushes, or 0. What a killed writer leaves is not committed by its close.
+void Channel::end_flush(const FuseRequest& request, Handle& handle, int signal, bool wrote) {
+  {
+    const MutexLock lock(handle.mutex);
+    if (handle.killed_by.exchange(signal) != signal) {
+      engine_.arena().record_end(handle.id, signal);
+    }
+  }
+  if (wrote && signal == 0 && handle.file->ack() != Ack::Early) return relay(request);
+  answer_flush(request, handle);
+}
+
+void Channel::answer_flush(const FuseRequest& request, Handle& handle) {
+  int error = 0;
+  {
+    const MutexLock lock(handle.mutex);
+    error = handle.file->take_error(&handle.errors_seen);
+  }
+  reply(request.unique(), error);
 }
 
 // Nobody waits for it, and Python learns of it before anything that the kernel asks for later. The
@@ -157,7 +183,7 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
   const auto attempt = [this, waiting, file, in, sync] {
     Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
     if (outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome)) {
-      if (!waiting->given_up()) return false;
+      if (!waiting->given_up) return false;
       outcome = Outcome::failed(EINTR);
     }
     end_waiting(waiting->unique);
@@ -195,7 +221,7 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
                          bool sync) {
   const uint64_t length = std::min(in.len, kCopyBytesMax);
   uint64_t copied = 0;
-  int error = waiting->given_up() ? EINTR : 0;
+  int error = waiting->given_up ? EINTR : 0;
   char* buffer = engine_.copy_buffer();
   while (copied < length && error == 0) {
     WaitedRead read;
@@ -212,7 +238,7 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
                           at = in.off_out + copied] {
       Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
       if (outcome.progress == Progress::Wait || engine_.waits_for_room(to->ino(), outcome)) {
-        if (!waiting->given_up()) return false;
+        if (!waiting->given_up) return false;
         outcome = Outcome::failed(EINTR);
       }
       written.set(outcome.error);

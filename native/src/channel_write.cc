@@ -6,31 +6,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <fstream>
 #include <type_traits>
 
+#include "fatal_signal.h"
+
 namespace fpfs {
-namespace {
-
-constexpr int kSigkill = 9;
-
-// Whether a fatal signal is pending for the thread (the kernel turns each into SIGKILL).
-bool killed(uint32_t pid) {
-  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
-  if (pid == 0 || !status) return true;  // not to be seen from here, or gone
-  std::string line;
-  while (std::getline(status, line)) {
-    if (line.starts_with("SigPnd:") || line.starts_with("ShdPnd:")) {
-      const uint64_t pending = std::stoull(line.substr(7), nullptr, 16);
-      if ((pending >> (kSigkill - 1) & 1) != 0) return true;
-    }
-  }
-  return false;
-}
-
-}  // namespace
-
-bool Channel::Waiting::given_up() const { return interrupted && killed(pid); }
 
 void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   statistics_.writes.fetch_add(1, std::memory_order_relaxed);
@@ -126,7 +106,7 @@ bool Channel::attempt(ParkedWrite& write) {
     outcome =
         write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr, nullptr);
     if (outcome.progress == Progress::Wait || engine_.waits_for_room(write.file->ino(), outcome)) {
-      if (!write.given_up()) return false;
+      if (!write.given_up) return false;
       outcome = Outcome::failed(EINTR);
     }
     write.finished = true;
@@ -194,6 +174,10 @@ bool Channel::waits_for_changes(const Handle& handle) const {
 void Channel::keep_waiting(const std::shared_ptr<Waiting>& waiting) {
   const MutexLock lock(parked_mutex_);
   parked_[waiting->unique] = waiting;
+  const auto end = early_interrupts_.end();
+  if (std::find(early_interrupts_.begin(), end, waiting->unique) == end) return;
+  waiting->interrupted = true;
+  wake_relay();
 }
 
 void Channel::end_waiting(uint64_t unique) {
@@ -204,26 +188,37 @@ void Channel::end_waiting(uint64_t unique) {
 void Channel::handle_interrupt(const FuseRequest& request) {
   fuse_interrupt_in in{};
   if (!request.argument(&in)) return;
-  std::shared_ptr<Waiting> waiting;
-  {
-    const MutexLock lock(parked_mutex_);
-    const auto it = parked_.find(in.unique);
-    if (it != parked_.end()) waiting = it->second;
+  const MutexLock lock(parked_mutex_);
+  const auto it = parked_.find(in.unique);
+  if (it == parked_.end()) {
+    early_interrupts_[next_early_interrupt_++ % early_interrupts_.size()] = in.unique;
+    return;
   }
-  if (waiting == nullptr) return;  // not waiting here: it will be answered in due course
-  waiting->interrupted = true;
-  engine_.wake_soon();
+  it->second->interrupted = true;
   wake_relay();
 }
 
-// Whether some waiting request was interrupted: its process may be killed later without another
-// message, so the relay thread looks again now and then.
-bool Channel::interrupted_waits() {
-  const MutexLock lock(parked_mutex_);
-  for (const auto& [unique, waiting] : parked_) {
-    if (waiting->interrupted) return true;
+// Asks whether the callers of what waits and was interrupted were killed. One may be killed later
+// without another message, so the relay thread comes again while this returns true.
+bool Channel::look_at_interrupted() {
+  std::vector<std::shared_ptr<Waiting>> interrupted;
+  {
+    const MutexLock lock(parked_mutex_);
+    for (const auto& [unique, waiting] : parked_) {
+      if (waiting->interrupted && !waiting->given_up) interrupted.push_back(waiting);
+    }
   }
-  return false;
+  for (const std::shared_ptr<Waiting>& waiting : interrupted) {
+    if (waiting->looked_at.exchange(true)) continue;
+    inspector_.ask([thread = waiting->thread] { return is_killed(thread) ? 1 : 0; },
+                   [this, waiting](std::optional<int> killed) {
+                     waiting->looked_at = false;
+                     if (killed.value_or(0) == 0) return;
+                     waiting->given_up = true;
+                     engine_.wake_soon();
+                   });
+  }
+  return !interrupted.empty();
 }
 
 // --- reading ---

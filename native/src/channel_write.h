@@ -9,14 +9,14 @@ namespace fpfs {
 
 struct Channel::Waiting {
   explicit Waiting(const FuseRequest& request)
-      : unique(request.unique()), pid(request.header().pid) {}
-
-  // Whether its caller was killed. (A signal that is handled only interrupts what can restart.)
-  bool given_up() const;
+      : unique(request.unique()), thread(static_cast<pid_t>(request.header().pid)) {}
 
   const uint64_t unique;
-  const uint32_t pid;
+  const pid_t thread;  // of its caller
   std::atomic<bool> interrupted{false};
+  std::atomic<bool> looked_at{false};  // somebody looks whether the caller was killed
+  // The caller was killed. (A signal that is handled only interrupts what can restart.)
+  std::atomic<bool> given_up{false};
 };
 
 // A write in a landing buffer of its own.

@@ -5,9 +5,11 @@
 #include <doctest/doctest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <functional>
 #include <string>
 #include <thread>
@@ -15,8 +17,10 @@
 namespace fpfs::testing {
 namespace {
 
-// The verdict on a child that runs `live`, when it has ended and nobody has reaped it.
-int verdict_on(const std::function<void()>& live) {
+// What `look` finds of a child that runs `live`, when it has ended and nobody has reaped it.
+int verdict_on(
+    const std::function<void()>& live,
+    const std::function<int(pid_t)>& look = [](pid_t pid) { return fatal_signal(pid).value(); }) {
   const pid_t pid = ::fork();
   REQUIRE(pid >= 0);
   if (pid == 0) {
@@ -27,9 +31,19 @@ int verdict_on(const std::function<void()>& live) {
   }
   siginfo_t info{};
   REQUIRE(::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT) == 0);
-  const int verdict = fatal_signal(pid);
+  const int verdict = look(pid);
   REQUIRE(::waitpid(pid, nullptr, 0) == pid);
   return verdict;
+}
+
+// Whether surely_lives() can be true: from Linux 6.16 on.
+bool kernel_tells() {
+  utsname system{};
+  REQUIRE(::uname(&system) == 0);
+  int major = 0;
+  int minor = 0;
+  REQUIRE(std::sscanf(system.release, "%d.%d", &major, &minor) == 2);
+  return major > 6 || (major == 6 && minor >= 16);
 }
 
 // doctest's handlers would report the signal as a failure of the child.
@@ -86,10 +100,71 @@ TEST_CASE("fatal_signal: any name, and texts that are cut off") {
   CHECK(fatal_signal_in(head + "4228356" + middle + "139\n") == 11);  // with a core
   CHECK(fatal_signal_in(head + "4228356" + middle + "2816\n") == 0);  // exit(11)
   CHECK(fatal_signal_in(head + "4228352" + middle + "11\n") == 0);    // not exiting
+  CHECK(fatal_signal_in(head + "4228356" + middle + "19\n") == 0);    // stopped
   CHECK(fatal_signal_in(head + "4228356" + middle) == 0);
   CHECK(fatal_signal_in(head) == 0);
   CHECK(fatal_signal_in("12 (a)") == 0);
   CHECK(fatal_signal_in("") == 0);
+}
+
+TEST_CASE("fatal_signal: nothing is known without a descriptor for the look") {
+  const pid_t pid = ::fork();
+  REQUIRE(pid >= 0);
+  if (pid == 0) {
+    const rlimit none{0, 0};
+    ::setrlimit(RLIMIT_NOFILE, &none);
+    ::_exit(fatal_signal(::getppid()) == std::nullopt && !surely_lives(::getppid()) ? 0 : 1);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+  CHECK(status == 0);
+}
+
+TEST_CASE("surely_lives: who has an address space, and nobody else") {
+  REQUIRE(surely_lives(::getpid()) == kernel_tells());
+  if (!kernel_tells()) return;  // of nobody
+  std::thread([] { CHECK(surely_lives(::gettid())); }).join();
+  CHECK_FALSE(surely_lives(0));
+  CHECK_FALSE(surely_lives(-1));
+  CHECK_FALSE(surely_lives(0x7fffffff));
+  for (const int signal : {0, SIGKILL, SIGSEGV}) {
+    CAPTURE(signal);
+    CHECK(verdict_on([signal] { signal == 0 ? ::_exit(0) : die_of(signal); },
+                     [](pid_t pid) { return surely_lives(pid) ? 1 : 0; }) == 0);
+  }
+}
+
+TEST_CASE("surely_lives: a process that is stopped, or that execs, lives") {
+  const pid_t pid = ::fork();
+  REQUIRE(pid >= 0);
+  if (pid == 0) {
+    ::raise(SIGSTOP);
+    ::execlp("sleep", "sleep", "100", nullptr);
+    ::_exit(127);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(pid, &status, WUNTRACED) == pid);
+  CHECK(surely_lives(pid) == kernel_tells());
+  CHECK(fatal_signal(pid) == 0);
+  ::kill(pid, SIGCONT);
+  for (int look = 0; look < 1000; ++look) {
+    REQUIRE(surely_lives(pid) == kernel_tells());
+    REQUIRE(fatal_signal(pid) == 0);
+  }
+  ::kill(pid, SIGKILL);
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+}
+
+TEST_CASE("is_killed: a pending SIGKILL, and who is gone; not who cannot be seen") {
+  CHECK_FALSE(is_killed(::getpid()));
+  CHECK_FALSE(is_killed(0));
+  CHECK(is_killed(0x7fffffff));
+  const std::string head = "Name:\tSigPnd:\t100\nGroups:\t" + std::string(100'000, '1') + "\n";
+  CHECK(is_killed_in(head + "SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n"));
+  CHECK(is_killed_in(head + "SigPnd:\t0000000000000000\nShdPnd:\t0000000000004100\n"));
+  CHECK_FALSE(is_killed_in(head + "SigPnd:\t0000000000004000\nShdPnd:\t0000000000000000\n"));
+  CHECK_FALSE(is_killed_in(head));
+  CHECK_FALSE(is_killed_in(""));
 }
 
 }  // namespace fpfs::testing

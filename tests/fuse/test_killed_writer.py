@@ -19,14 +19,13 @@ import pytest
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import crash_and_mount
-from tests.support.processes import expect_line, python_child, tell
+from tests.support.processes import KILLED, expect_line, python_child, tell
 
 CTL = "fpfs.cli.ctl"
 GOOD = random_bytes(3 * 2**20 + 17, seed=1)
 TORN = random_bytes(2 * 2**20 + 5, seed=2)
 SMALL = b"a small content, which the catalog holds\n"
 
-KILLED = r"the writer of .* was cut off by SIG[A-Z]+: what it wrote, \d+ bytes, is \.fpfs/partial/"
 
 # What writers begin with: the file and what they write.
 START = """

@@ -15,6 +15,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+KILLED = r"the writer of .* was cut off by SIG[A-Z]+: what it wrote, \d+ bytes, is \.fpfs/partial/"
+"""What the server's log says of a writer that was killed."""
+
 
 def run(
     *command: str | Path,

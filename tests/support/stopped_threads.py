@@ -38,6 +38,19 @@ def _wait_idle(task: Path) -> None:
 
 
 @contextlib.contextmanager
+def traced(pid: int) -> Iterator[None]:
+    """Stop a child as a debugger does, wherever it is. It may be killed meanwhile."""
+    _ptrace(_Ask.SEIZE, pid)
+    try:
+        _ptrace(_Ask.INTERRUPT, pid)
+        os.waitpid(pid, WAIT_ALL)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            _ptrace(_Ask.DETACH, pid)
+
+
+@contextlib.contextmanager
 def stopped_threads(pid: int, name: str) -> Iterator[None]:
     """Stop the threads of a process whose names begin with `name`, of which there is one or more.
 
