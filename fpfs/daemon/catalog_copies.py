@@ -146,13 +146,19 @@ class Copies:
         return self._log_descriptor
 
     def begin(self) -> None:
-        """Make what was committed so far durable in all copies, which are the same then. Blocks."""
+        """Make what was committed so far durable in all copies, which are the same then. Blocks.
+
+        From then on the space of the reserves is held where the devices have it.
+        """
         os.fsync(self.log_descriptor)
         flush_directory(self.path.parent)
         self.flush_follower()
         if not self._troubles:
             for path in self._paths:
                 path.with_name(ALONE_NAME).unlink(missing_ok=True)
+        for reserve in (self.reserve, self._follower_reserve):
+            if reserve is not None and not reserve.restore():
+                log.info("a copy of the catalog has no room for its reserve")
 
     def statuses(self) -> tuple[CopyStatus, ...]:
         """Every copy that the filesystem has, or should have."""

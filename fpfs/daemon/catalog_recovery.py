@@ -24,14 +24,13 @@ from fpfs.core.engine import CatalogFiles, CatalogMirror
 from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, CatalogTooNew
 from fpfs.daemon.catalog_copies import (
     ALONE_NAME,
-    NO_ROOM,
     PENDING_PAGES_MAX,
     Copies,
     note_alone,
 )
 from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
 from fpfs.daemon.catalog_shape import shape_fault
-from fpfs.daemon.reserve import RESERVE_NAME, empty
+from fpfs.daemon.reserve import RESERVE_NAME, empty_if_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,17 +239,12 @@ def _choose(sound: Sequence[_Copy]) -> _Copy:
 def _settle(copy: _Copy) -> _Copy:
     """Bring a copy's log into its database, with the reserve if the device is full.
 
+    All that opening the catalog writes may use the reserve, until `Copies.begin` takes it again.
     One with which that cannot be done is of no use now: what is durable is in the other, too.
     """
     try:
-        try:
-            copy.files.settle()
-        except OSError as error:
-            reserve = copy.path.with_name(RESERVE_NAME)
-            if error.errno not in NO_ROOM or not reserve.exists():
-                raise
-            empty(reserve)
-            copy.files.settle()
+        empty_if_full(copy.path.with_name(RESERVE_NAME))
+        copy.files.settle()
     except OSError as error:
         return copy._replace(trouble=f"its log cannot be copied: {error.strerror or error}")
     return copy

@@ -31,15 +31,24 @@ def empty(path: Path) -> None:
     os.close(open_regular(path, os.O_WRONLY | os.O_TRUNC))
 
 
+def empty_if_full(path: Path) -> None:
+    """Give up a reserve, if there is one, on a device that has less free than it holds."""
+    figures = os.statvfs(path.parent)
+    if figures.f_bavail * figures.f_frsize >= RESERVE_BYTES:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size:
+            empty(path)
+
+
 class Reserve:
     """Space that is kept for the catalog."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file, or take over the one that is there. A device too full for it has none."""
+        """Name the file. Its space is not held before `restore`."""
         self._path = path
         self._changing = threading.Lock()
         self.held = False
-        self.restore()
 
     def give_up(self) -> bool:
         """Free the space for the catalog; returns whether there was any."""

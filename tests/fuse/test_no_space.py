@@ -170,7 +170,7 @@ def test_writes_taken_between_refused_ones_keep_their_space(
     os.truncate(fd, len(expected))
     os.close(fd)
     assert_same((mount.root / "file").read_bytes(), expected)
-    devices.empty(1)  # a mount needs room for a file on each device
+    devices.empty(1)  # whether there is direct I/O is found out with a block of each device
     mount.remount()
     assert_same((mount.root / "file").read_bytes(), expected)
 
@@ -212,6 +212,30 @@ def test_unlink_on_devices_that_others_filled_to_the_last_block(tmp_path: Path) 
         assert_same((mount.root / "other").read_bytes(), piece(0))
         for number in range(2):
             devices.empty(number)
+        mount.remount()
+        assert_same((mount.root / "after").read_bytes(), piece(2))
+        assert_same((mount.root / "other").read_bytes(), piece(0))
+        assert not (mount.root / "victim").exists()
+
+
+@pytest.mark.parametrize("filesystem", Filesystem, ids=lambda filesystem: filesystem.value)
+@pytest.mark.parametrize("full", [(0, 1), (0,), (1,)], ids=["both", "first", "second"])
+def test_devices_without_a_free_block_are_mounted_and_make_room(
+    tmp_path: Path, full: tuple[int, ...], filesystem: Filesystem
+) -> None:
+    with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
+        (mount.root / "victim").write_bytes(random_bytes(24 * MEBIBYTE, seed=14))
+        (mount.root / "other").write_bytes(piece(0))
+        mount.unmount()
+        for number in full:
+            devices.fill(number, leave_bytes=0)
+        # A probe for it that finds no room takes it that there is none.
+        mount.allow_log("no direct I/O on this filesystem")
+        mount.mount()
+        assert not any(copy.trouble for copy in mount.status().catalog.copies)
+        assert_same((mount.root / "other").read_bytes(), piece(0))
+        (mount.root / "victim").unlink()
+        (mount.root / "after").write_bytes(piece(2))
         mount.remount()
         assert_same((mount.root / "after").read_bytes(), piece(2))
         assert_same((mount.root / "other").read_bytes(), piece(0))
