@@ -339,6 +339,7 @@ class Catalog:
 
         One that fails is put out of service: the kernel may have dropped what it could not write.
         """
+        leader = self._copies.path
         error: OSError | None = None
         async with trio.open_nursery() as nursery:
             if self._copies.has_follower:
@@ -349,9 +350,8 @@ class Catalog:
                 error = failure
         if error is None:
             return
-        if not self._copies.has_follower:
-            raise error
-        self._copies.leader_error = error
+        if not self._copies.leader_failed(leader, error):
+            return
         # The thread changes the leader, which makes all that was gathered durable.
         await self.write_many(lambda _transaction: None)
 

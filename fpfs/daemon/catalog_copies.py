@@ -119,7 +119,7 @@ class Copies:
         self._troubles = dict(troubles)
         self._paths = tuple(paths)
         self.recovered = tuple(recovered)
-        self._dropping = threading.Lock()
+        self._changing = threading.Lock()
         row = connection.execute(
             "SELECT value FROM filesystem WHERE name = ?", (SEQUENCE,)
         ).fetchone()
@@ -233,7 +233,7 @@ class Copies:
                 self._drop_follower(error)
 
     def _drop_follower(self, error: Exception) -> None:
-        with self._dropping:
+        with self._changing:
             if self._mirror is None:
                 return
             assert self._follower is not None, "a mirror is of a follower"
@@ -249,6 +249,20 @@ class Copies:
 
     def _put_out_of_service(self, path: Path, error: Exception) -> None:
         self._troubles[path] = f"out of service until the next mount: {error}"
+
+    def leader_failed(self, leader: Path, error: OSError) -> bool:
+        """Have the copy at `leader` used no more, if it leads; returns whether it does.
+
+        One that leads no more gave way to a copy that was flushed first. Raises `error` when there
+        is no other copy. Any thread.
+        """
+        with self._changing:
+            if self.path != leader:
+                return False
+            if self._mirror is None:
+                raise error
+            self.leader_error = error
+            return True
 
     def fail_over(self) -> None:
         """Let the follower lead, because the leader failed. Blocks.
@@ -280,8 +294,10 @@ class Copies:
         # Closing the connection would try to write; the mirror has the database open, and closing
         # that would drop the locks of SQLite, which has it open now.
         self._left += [self.connection, mirror]
-        self._mirror = None
-        self.path, self.connection, self._leader = follower, connection, CatalogLeader(files)
+        with self._changing:
+            self._mirror = None
+            self.path, self.connection, self._leader = follower, connection, CatalogLeader(files)
+            self.leader_error = None
         assert self._follower_reserve is not None, "there is one for every follower"
         self.reserve = self._follower_reserve
         if self._log_descriptor >= 0:
@@ -289,7 +305,6 @@ class Copies:
             self._log_descriptor = -1
         self._sequence += 1
         self._changes = connection.total_changes
-        self.leader_error = None
 
     def prepare_checkpoint(self) -> None:
         """Flush the leader's log and the sums of its pages: SQLite may copy it then. Blocks."""

@@ -12,6 +12,7 @@ import random
 import shutil
 import sqlite3
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -47,6 +48,7 @@ from tests.support.catalogs import (
 
 DAMAGES = int(os.environ.get("FPFS_DAMAGES", "400"))
 DAMAGES_A_TEST = 20
+HANG_S = 30.0
 
 
 async def _record(catalog: Catalog, folder: Path, destination: Path, *, late: range) -> State:
@@ -427,6 +429,55 @@ async def test_a_leader_that_cannot_be_flushed_gives_way(
     with pytest.raises(CatalogError, match="the other copy lacks what was changed") as refused:
         open_catalog(tmp_path / "damaged")
     assert "remove catalog.alone beside it" in refused.value.remedy
+    for left in (folder, tmp_path / "crashed"):
+        assert await _check_opens(left, State(left, plane, plane)) == plane
+
+
+def _meet_an_error_of(catalog: Catalog, path: Path, transaction: Transaction) -> None:
+    """Make a name; SQLite meets an error where the copy at `path` leads."""
+    change(transaction, b"n000011", 11)
+    if catalog.path == path:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
+
+
+@trio.testing.trio_test
+async def test_a_flush_that_the_leader_fails_after_it_gave_way_is_the_new_leaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "catalog"
+    catalog = make_catalog(folder)
+    first, second = paths_of(folder)
+    await make_names(catalog, range(10))
+    flushing, gave_way = trio.Event(), threading.Event()
+    flush = os.fdatasync
+
+    def fail_late(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != f"{first}-wal":
+            flush(descriptor)
+            return
+        trio.from_thread.run_sync(flushing.set)
+        assert gave_way.wait(HANG_S)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail_late)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(catalog.make_durable)
+        await flushing.wait()
+        await catalog.write(partial(_meet_an_error_of, catalog, first))
+        assert catalog.path == second
+        assert not catalog.all_durable
+        gave_way.set()
+    await make_names(catalog, range(12, 14))
+    assert not catalog.all_durable
+    await catalog.make_durable()
+    assert catalog.all_durable
+    plane = await catalog.read(name_plane)
+    kept = [*(number for number in range(10) if number % 5 != 4), 11, 12, 13]
+    assert sorted(plane) == [b"n%06d" % number for number in kept]
+    copy_state(folder, tmp_path / "crashed")
+    await catalog.close()
     for left in (folder, tmp_path / "crashed"):
         assert await _check_opens(left, State(left, plane, plane)) == plane
 
