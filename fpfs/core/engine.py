@@ -439,6 +439,9 @@ class Engine(Protocol):
     def set_times(self, ino: int, *, mtime_ns: int | None, ctime_ns: int) -> None:
         """Set the modification time (None: keep) and change time of a loaded inode."""
 
+    def drop_privileges(self, ino: int) -> None:
+        """Have set-uid and set-gid dropped by the next commit, as a write by others does."""
+
     def privileges_restored(self, ino: int) -> None:
         """Forget that a write dropped set-uid and set-gid: the catalog has it now."""
 

@@ -29,5 +29,9 @@ XATTR_LIST_BYTES_MAX = 64 * 1024
 LINK_COUNT_MAX = 65_000
 """Names of one file, as on ext4. Subdirectories are not limited (ext4's dir_nlink)."""
 
+TIME_NS_MAX = 9_223_372_036 * 10**9
+"""The latest time that an inode can have, in nanoseconds since 1970, and negated the earliest: the
+whole seconds that 64 bits can hold as nanoseconds, from the year 1677 to 2262."""
+
 FILE_BYTES_MAX = (1 << 32) * SEGMENT_BLOCKS * BLOCK_BYTES - 1
 """A file's size, 2**58 - 1 bytes: what a 32-bit segment number can describe. EFBIG beyond."""

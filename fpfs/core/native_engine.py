@@ -252,6 +252,10 @@ class NativeEngine:
         """See `Engine.set_times`."""
         self._native.set_times(ino, mtime_ns, ctime_ns)
 
+    def drop_privileges(self, ino: int) -> None:
+        """See `Engine.drop_privileges`."""
+        self._native.drop_privileges(ino)
+
     def privileges_restored(self, ino: int) -> None:
         """See `Engine.privileges_restored`."""
         self._native.privileges_restored(ino)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.errors import NoAttribute, NoSuchEntry
+from fpfs.core.limits import TIME_NS_MAX
 
 if TYPE_CHECKING:
     from fpfs.daemon.catalog_worker import Transaction
@@ -84,6 +85,14 @@ class Changes(NamedTuple):
     gid: int | None = None
     atime_ns: int | None = None
     mtime_ns: int | None = None
+
+    def truncated(self) -> Changes:
+        """Return these with times that can be stored, as the kernel's `timestamp_truncate` does."""
+        return self._replace(atime_ns=_truncated(self.atime_ns), mtime_ns=_truncated(self.mtime_ns))
+
+
+def _truncated(time_ns: int | None) -> int | None:
+    return None if time_ns is None else max(-TIME_NS_MAX, min(time_ns, TIME_NS_MAX))
 
 
 def store_attributes(

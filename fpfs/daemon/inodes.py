@@ -15,6 +15,7 @@ Concurrency: trio thread only. Methods that are not coroutines are atomic for ot
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import stat
 from typing import TYPE_CHECKING
@@ -163,6 +164,12 @@ class Inode:
         """Whether this is a regular file, which alone has content in the engine."""
         return stat.S_ISREG(self.mode)
 
+    @property
+    def has_privileges(self) -> bool:
+        """Whether `drop_privileges` has anything to clear."""
+        is_setgid = bool(self.mode & stat.S_ISGID and self.mode & stat.S_IXGRP)
+        return is_setgid or bool(self.mode & stat.S_ISUID)
+
     def drop_privileges(self) -> None:
         """Clear set-uid, and set-gid where the group may execute, as the catalog does it."""
         self.mode &= ~stat.S_ISUID
@@ -249,6 +256,45 @@ class InodeTable:
         if inode.is_regular and self._engine.loaded(inode.ino):
             self._engine.set_times(inode.ino, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
         self.tell_channel(inode)
+
+    @contextlib.contextmanager
+    def changing(
+        self, inode: Inode, *, ctime_ns: int, mtime_ns: int | None = None
+    ) -> Iterator[None]:
+        """Set times around the transaction that stores them; one that fails puts them back.
+
+        They are set before it, in the same step as its queueing: a commit that is queued behind
+        takes its times from the engine.
+        """
+        self.refresh(inode)
+        before = inode.ctime_ns, inode.mtime_ns
+        self.changed(inode, ctime_ns=ctime_ns, mtime_ns=mtime_ns)
+        try:
+            yield
+        except BaseException:
+            self.refresh(inode)
+            if inode.ctime_ns == ctime_ns:  # a write that came meanwhile has set its own
+                self.changed(inode, ctime_ns=before[0], mtime_ns=before[1])
+            raise
+
+    @contextlib.contextmanager
+    def storing_privileges(self, inode: Inode) -> Iterator[bool]:
+        """Tell whether a write dropped privileges that the catalog has, which is to store it.
+
+        The engine forgets it around the transaction, so that a commit behind it does not drop what
+        is set now; if the transaction fails, the engine knows it again.
+        """
+        loaded = inode.is_regular and self._engine.loaded(inode.ino)
+        were_dropped = loaded and self._engine.attributes(inode.ino).privileges_dropped
+        if were_dropped:
+            inode.drop_privileges()
+            self._engine.privileges_restored(inode.ino)
+        try:
+            yield were_dropped
+        except BaseException:
+            if were_dropped and self._engine.loaded(inode.ino):
+                self._engine.drop_privileges(inode.ino)
+            raise
 
     def names_changed(self, directory: Inode, now_ns: int, *, nlink_change: int = 0) -> None:
         """Change a directory as a transaction on its names did."""

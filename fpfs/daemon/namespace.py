@@ -186,6 +186,7 @@ class Namespace:
     ) -> Inode:
         """Change attributes, as chmod, chown, utimens and truncate do; returns the inode.
 
+        Times that cannot be stored become the nearest that can, as on the kernel's filesystems.
         Raises `FileTooLarge`, `NoSpace`, `InvalidOperation` (a size for what has none).
         """
         inode = await self._inodes.get(ino)
@@ -193,43 +194,38 @@ class Namespace:
         if size is not None:
             await self._truncate(inode, size, caller)
         if size is None or any(change is not None for change in changes):
-            await self._store(inode, changes)
+            await self._store(inode, changes.truncated())
         self._inodes.refresh(inode)
         return inode
 
     async def _truncate(self, inode: Inode, size: int, caller: Caller) -> None:
         if not inode.is_regular:
             raise InvalidOperation(f"inode {inode.ino} is no regular file and has no size")
-        await self.files.truncate(inode, size)
+        # First, so that no failure in between leaves what others made with these privileges.
         await self._lose_privileges(inode, caller)
+        await self.files.truncate(inode, size)
 
     async def _lose_privileges(self, inode: Inode, caller: Caller) -> None:
-        """Clear set-uid and set-gid after somebody without CAP_FSETID changed the content."""
-        before = inode.mode
-        if caller.uid != 0:
-            inode.drop_privileges()
-        if inode.mode != before:
-            await self._catalog.write(lambda t: drop_privileges(t, inode.ino))
+        """Clear set-uid and set-gid before somebody without CAP_FSETID empties or cuts a file."""
+        if caller.uid != 0 and inode.has_privileges:
+            await self._catalog.write(
+                lambda t: drop_privileges(t, inode.ino),
+                apply=lambda _dropped: inode.drop_privileges(),
+            )
 
     async def open_file(self, ino: int, *, flags: int, caller: Caller) -> Opened:
         """Open a regular file, truncated if the flags say so. Raises as `Files.open`."""
         inode = self._inodes.cached(ino) or await self._inodes.get(ino)
-        opened = await self.files.open(inode, flags=flags, request=caller.request)
         if flags & os.O_TRUNC:
+            inode.refuse_change()
             await self._lose_privileges(inode, caller)
-        return opened
+        return await self.files.open(inode, flags=flags, request=caller.request)
 
     async def _store(self, inode: Inode, changes: Changes) -> None:
         """Store changed attributes, and what follows from them."""
         ino = inode.ino
         now_ns = time.time_ns()
-        drops = self._engine_dropped_privileges(inode)
         owner_changes = changes.uid is not None or changes.gid is not None
-        if owner_changes and not inode.is_directory:
-            drops = True
-        # The engine first, and in the same step as the queueing: a commit that is queued behind
-        # takes its times from the engine.
-        self._inodes.changed(inode, ctime_ns=now_ns, mtime_ns=changes.mtime_ns)
 
         def store(transaction: Transaction) -> None:
             if drops:
@@ -242,17 +238,12 @@ class Namespace:
             _apply_changes(inode, changes)
             self._inodes.tell_channel(inode)
 
-        await self._catalog.write(store, apply=apply)
-
-    def _engine_dropped_privileges(self, inode: Inode) -> bool:
-        """Whether a write dropped privileges that the catalog still has; the caller stores it."""
-        if not inode.is_regular or not self._engine.loaded(inode.ino):
-            return False
-        if not self._engine.attributes(inode.ino).privileges_dropped:
-            return False
-        inode.drop_privileges()
-        self._engine.privileges_restored(inode.ino)
-        return True
+        with (
+            self._inodes.changing(inode, ctime_ns=now_ns, mtime_ns=changes.mtime_ns),
+            self._inodes.storing_privileges(inode) as were_dropped,
+        ):
+            drops = were_dropped or (owner_changes and not inode.is_directory)
+            await self._catalog.write(store, apply=apply)
 
     async def read_link(self, ino: int) -> bytes:
         """Return a symbolic link's target; `NoSuchEntry` when there is no such link."""

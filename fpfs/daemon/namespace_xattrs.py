@@ -103,13 +103,15 @@ class ExtendedAttributes:
         inode = await self._inodes.get(ino)
         inode.refuse_change()
         now_ns = time.time_ns()
-        # Before the write, so that a reader beside it does not miss it.
-        inode.has_xattrs = True
-        self._inodes.changed(inode, ctime_ns=now_ns)
+
+        def stored(_done: None) -> None:
+            inode.has_xattrs = True
+
         store = self._requests.recording(
             request, lambda t: store_xattr(t, ino, name, value, ctime_ns=now_ns)
         )
-        await self._catalog.write(store)
+        with self._inodes.changing(inode, ctime_ns=now_ns):
+            await self._catalog.write(store, apply=stored)
 
     async def remove(self, ino: int, name: bytes, *, request: int = 0) -> None:
         """Remove an attribute. Raises `NoAttribute`, `Unsupported`, `NotPermitted`."""
@@ -123,10 +125,8 @@ class ExtendedAttributes:
         remove = self._requests.recording(
             request, lambda t: remove_xattr(t, ino, name, ctime_ns=now_ns)
         )
-        await self._catalog.write(
-            remove,
-            apply=lambda _removed: self._inodes.changed(inode, ctime_ns=now_ns),
-        )
+        with self._inodes.changing(inode, ctime_ns=now_ns):
+            await self._catalog.write(remove)
 
 
 def _check_name(name: bytes) -> None:

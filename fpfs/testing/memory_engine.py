@@ -211,9 +211,9 @@ class MemoryEngine:
         """Read through a handle as a program does."""
         return self._files[self._handles[handle][0]].content(offset, length)
 
-    def drop_privileges(self, ino: int) -> None:
+    def write_by_others(self, ino: int) -> None:
         """Behave as if a write by somebody without CAP_FSETID had come."""
-        self._files[ino].privileges_dropped = True
+        self.drop_privileges(ino)
         self._files[ino].touch()
 
     def fail_drains(self, ino: int, code: int) -> None:
@@ -397,6 +397,10 @@ class MemoryEngine:
         file.ctime_ns = ctime_ns
         if mtime_ns is not None:
             file.mtime_ns = mtime_ns
+
+    def drop_privileges(self, ino: int) -> None:
+        """Note that privileges were dropped."""
+        self._files[ino].privileges_dropped = True
 
     def privileges_restored(self, ino: int) -> None:
         """Forget that a write dropped privileges."""

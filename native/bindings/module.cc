@@ -243,6 +243,8 @@ void bind_files(nb::class_<Engine>& type) {
             loaded(engine, ino)->set_times(mtime_ns, ctime_ns);
           },
           nb::arg("ino"), nb::arg("mtime_ns").none(), nb::arg("ctime_ns"))
+      .def("drop_privileges",
+           [](Engine& engine, uint64_t ino) { loaded(engine, ino)->drop_privileges(); })
       .def("privileges_restored",
            [](Engine& engine, uint64_t ino) { loaded(engine, ino)->privileges_restored(); })
       .def("take_error",

@@ -17,6 +17,7 @@ from tests.support.system import errno_of, stat_from_server
 from tests.support.target import Target
 
 NANOSECONDS = (0, 1, 999_999_999, 1_234_567_890_123_456_789, 2**31 * 10**9 + 5, -1)
+TIME_S_MAX = (2**63 - 1) // 10**9
 CLOCK_REALTIME_COARSE = 5
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing owners needs root")
 
@@ -36,6 +37,30 @@ def test_times_to_the_nanosecond(target: Target, directory: Path, atime_ns: int)
     for path in (directory / "file", directory / "folder", directory / "link"):
         status = path.lstat()
         assert (status.st_atime_ns, status.st_mtime_ns) == (atime_ns, mtime_ns), path.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept_s"), [("2514-05-30", TIME_S_MAX), ("1200-01-01", -TIME_S_MAX)]
+)
+def test_times_out_of_range_become_the_nearest(
+    mount: Mount, directory: Path, asked: str, kept_s: int
+) -> None:
+    file, folder, link = (directory / name for name in ("file", "folder", "link"))
+    file.touch()
+    folder.mkdir()
+    link.symlink_to("file")
+    paths = (file, folder, link, mount.root, directory / "pending")
+    with (directory / "pending").open("wb") as pending:
+        pending.write(b"not committed")
+        pending.flush()
+        for path in paths:
+            run("touch", "-h", "-d", f"{asked} 12:00:00.5", str(path))
+            status = path.lstat()
+            assert (status.st_atime_ns, status.st_mtime_ns) == (kept_s * 10**9,) * 2, path
+    mount.remount()
+    for path in paths:
+        status = path.lstat()
+        assert (status.st_atime_ns, status.st_mtime_ns) == (kept_s * 10**9,) * 2, path
 
 
 def moments(path: Path) -> tuple[int, int]:

@@ -312,7 +312,7 @@ async def test_a_write_by_others_ends_privileges(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         inode = await privileged(mount)
         handle = await mount.open("tool")
-        mount.engine.drop_privileges(inode.ino)
+        mount.engine.write_by_others(inode.ino)
         attributes = await mount.namespace.get_attributes(inode.ino)
         assert stat.S_IMODE(attributes.mode) == 0o755
         await mount.namespace.files.sync(handle)
@@ -324,7 +324,7 @@ async def test_privileges_set_after_a_write_stay(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         inode = await privileged(mount)
         handle = await mount.open("tool")
-        mount.engine.drop_privileges(inode.ino)
+        mount.engine.write_by_others(inode.ino)
         await mount.namespace.set_attributes(
             inode.ino, Changes(permissions=0o4711), size=None, caller=SUPERUSER
         )
