@@ -33,7 +33,8 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   if ((handle->flags & O_DIRECT) != 0 && !arguments.direct) arguments.from_page_cache = true;
   arguments.sync = arguments.sync || file->ack() == Ack::Durable;
   if (arguments.sync) let_releases_pass();  // what was closed before becomes durable with it
-  if (arguments.kill_privileges) file->drop_privileges();
+  // After a write the kernel asks for times and sizes again, but goes on with the mode it knows.
+  if (arguments.kill_privileges && file->drop_privileges()) invalidate_attributes(file->ino());
   statistics_.write_bytes.fetch_add(arguments.size, std::memory_order_relaxed);
   if (r.predicted_file != file.get() || r.predicted_offset != arguments.offset) {
     // What landed in a slot is not where it belongs, and the write may go to that very slot.

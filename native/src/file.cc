@@ -111,10 +111,11 @@ void File::set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) {
   if (sequence_ != committed_sequence_) note_state_now();
 }
 
-void File::drop_privileges() {
+bool File::drop_privileges() {
   const MutexLock lock(mutex_);
-  if (std::exchange(privileges_dropped_, true)) return;
+  if (std::exchange(privileges_dropped_, true)) return false;
   note_state_now();
+  return true;
 }
 
 void File::privileges_restored() {

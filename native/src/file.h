@@ -202,7 +202,8 @@ class File : public std::enable_shared_from_this<File> {
               const std::vector<std::pair<uint32_t, std::string>>& segments) EXCLUDES(mutex_);
   Attributes attributes() EXCLUDES(mutex_);
   void set_times(std::optional<int64_t> mtime_ns, int64_t ctime_ns) EXCLUDES(mutex_);
-  void drop_privileges() EXCLUDES(mutex_);
+  // Whether that is news: the kernel may still know a mode with set-uid or set-gid then.
+  bool drop_privileges() EXCLUDES(mutex_);
   void privileges_restored() EXCLUDES(mutex_);
   // Its last writable handle is being released; `killed_by` is the signal that ended the writer.
   void closed(int killed_by) EXCLUDES(mutex_);

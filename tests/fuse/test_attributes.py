@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount
-from tests.support.processes import run
+from tests.support.processes import expect_line, python_child, run, tell
 from tests.support.system import errno_of, stat_from_server
 from tests.support.target import Target
 
@@ -170,6 +170,18 @@ def test_umask(directory: Path) -> None:
 AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
+WRITE_AS_NOBODY = """if True:
+    import os, sys
+    fd = os.open(sys.argv[1], os.O_WRONLY)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    for _line in sys.stdin:
+        os.write(fd, b"x")
+        print("written", flush=True)
+"""
+
+
 def as_nobody(script: str, directory: Path) -> str:
     """Run a shell script in `directory` as a user without privileges; returns its output."""
     return run(*AS_NOBODY, "sh", "-c", script, cwd=directory).strip()
@@ -238,6 +250,47 @@ def test_setuid_and_setgid_are_dropped_by_a_write_of_another_user(
     assert stat.S_IMODE(path.stat().st_mode) == 0o777
     target.remount()
     assert stat.S_IMODE(path.stat().st_mode) == 0o777
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "how",
+    [
+        "echo x >&3",
+        "dd if=/dev/zero of=file bs=4096 count=1 conv=notrunc oflag=direct status=none",
+        "truncate -s 5 file",
+        "truncate -s 50000 file",
+        "echo x > file",
+        "fallocate -l 50000 file",
+    ],
+)
+@pytest.mark.parametrize("mode", [0o6777, 0o4777, 0o2777])
+def test_what_the_kernel_knows_of_setuid_is_dropped_with_it(
+    directory: Path, how: str, mode: int
+) -> None:
+    path = directory / "file"
+    path.write_bytes(b"x" * 10_000)
+    path.chmod(mode)
+    # Of the mode alone: with the times, which a write has changed, the kernel asks for all again.
+    known = "stat -c %a file"
+    assert as_nobody(f"exec 3>> file; {known}; {how}; {known}", directory).split() == [
+        f"{mode:o}",
+        "777",
+    ]
+
+
+@needs_root
+def test_setuid_that_comes_back_is_dropped_again(directory: Path) -> None:
+    path = directory / "file"
+    path.write_bytes(b"x" * 10_000)
+    path.chmod(0o666)
+    with python_child(WRITE_AS_NOBODY, path) as writer:
+        for mode in (0o4777, 0o6777):
+            path.chmod(mode)
+            assert run("stat", "-c", "%a", path) == f"{mode:o}\n"
+            tell(writer)
+            expect_line(writer, "written")
+            assert run("stat", "-c", "%a", path) == "777\n"
 
 
 @needs_root
