@@ -100,6 +100,16 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
         return [word for word in self.kernel if word in ("ro", "rw")][-1:] == ["ro"]
 
     @property
+    def follows_symlinks(self) -> bool:
+        """Whether the kernel follows symbolic links: the last of these two words decides."""
+        return [word for word in self.kernel if word in _SYMLINKS][-1:] != ["nosymfollow"]
+
+    @property
+    def for_fusermount(self) -> tuple[str, ...]:
+        """The kernel's options that fusermount3 knows."""
+        return tuple(word for word in self.kernel if word not in _SYMLINKS)
+
+    @property
     def slot_bytes(self) -> int:
         """Size of a staging slot: the largest chunk."""
         return max(SLOT_BYTES_MIN, self.chunk_bytes)
@@ -107,12 +117,21 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
-_KERNEL = frozenset("ro rw suid nosuid dev nodev exec noexec atime noatime sync async".split(" "))
+_SYMLINKS = ("symfollow", "nosymfollow")
+_KERNEL = frozenset(
+    "ro rw suid nosuid dev nodev exec noexec atime noatime sync async dirsync".split(" ")
+).union(_SYMLINKS)
 # Words of an fstab line that are meant for mount(8) and systemd; mount(8) passes some of them on.
-# relatime is what the kernel does anyway, and fusermount3 does not know the word.
-_IGNORED = frozenset(
-    "defaults auto noauto user nouser users owner group nofail _netdev relatime".split(" ")
+_FOR_OTHERS = frozenset(
+    "defaults auto noauto user nouser users owner group nofail _netdev".split(" ")
 )
+# What any mount takes, and what changes nothing here: reads set no access times, times are stored
+# with what they belong to, and the kernel checks permissions anyway.
+_WITHOUT_EFFECT = frozenset(
+    "relatime norelatime strictatime nostrictatime diratime nodiratime lazytime nolazytime"
+    " iversion noiversion mand nomand silent loud default_permissions".split(" ")
+)
+_IGNORED = _FOR_OTHERS | _WITHOUT_EFFECT
 _EXAMPLES = {
     "ack": "close",
     "backend": "threads",

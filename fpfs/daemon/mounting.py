@@ -9,10 +9,12 @@ Concurrency: plain blocking functions; the server calls them in threads once tri
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -26,6 +28,12 @@ READ_AHEAD_KIB = 4096
 """Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
 MAX_READ_BYTES = 512 * 1024
 """Largest READ asked for: half a chunk, so that a reader takes one while the next is on its way."""
+
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_MOUNT_ATTR_NOSYMFOLLOW = 0x00200000
+_MOUNT_ATTR = struct.Struct("=4Q")
+"""struct mount_attr: what is set, what is cleared, propagation, a user namespace."""
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
 
@@ -116,6 +124,24 @@ def mount(
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
     raise _mount_refusal(asked, complaint)
+
+
+def forbid_symlinks(mountpoint: str, *, asked: str) -> None:
+    """Have the kernel follow no symbolic link on a mount, which fusermount3 cannot ask for.
+
+    Raises `Refused`: only root may, and since Linux 5.14.
+    """
+    attributes = _MOUNT_ATTR.pack(_MOUNT_ATTR_NOSYMFOLLOW, 0, 0, 0)
+    library = ctypes.CDLL(None, use_errno=True)
+    path = ctypes.c_char_p(os.fsencode(mountpoint))
+    size = ctypes.c_size_t(len(attributes))
+    if library.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path, 0, attributes, size) == 0:
+        return
+    raise Refused(
+        asked=asked,
+        wrong=f"nosymfollow cannot be set ({os.strerror(ctypes.get_errno())})",
+        remedy="mount as root, on Linux 5.14 or newer, or leave nosymfollow out",
+    )
 
 
 def _not_installed(asked: str) -> Refused:

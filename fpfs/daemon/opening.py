@@ -45,7 +45,7 @@ def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
     if os.geteuid() == 0:
         # Root's own filesystems honour set-user-id and device files; fusermount3 would not.
         chosen += ["suid", "dev"]
-    return [*chosen, *options.kernel]
+    return [*chosen, *options.for_fusermount]
 
 
 def open_metrics(config: ServerConfig) -> socket.socket | None:

@@ -363,6 +363,8 @@ class Server:
         try:
             entry = mount_at(self._config.mountpoint)
             assert entry is not None, "fusermount3 said that it mounted"
+            if not self._config.options.follows_symlinks:
+                mounting.forbid_symlinks(entry.mountpoint, asked=self._config.asked)
             mounting.raise_read_ahead(entry.device)
         except BaseException:
             # Nobody else knows of it, and it has not been used.

@@ -12,6 +12,7 @@ import pytest
 
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY
+from tests.support.system import errno_of
 
 HELPER = Path("/sbin/mount.fuse.fpfs")
 INSTALL = REPOSITORY / "mount_scripts" / "install_mount_helper"
@@ -104,3 +105,49 @@ def test_a_refusal_reaches_the_caller_of_mount(fstab: Path) -> None:
     done = run("mount", "-T", fstab, fstab.parent / "mount")
     assert done.returncode != 0
     assert f"{fstab.parent}/one is not empty (thesis.tex is in it)" in done.stderr
+
+
+ACCEPTED = (
+    "ro rw suid nosuid dev nodev exec noexec atime noatime relatime norelatime strictatime"
+    " nostrictatime diratime nodiratime sync async dirsync lazytime nolazytime symfollow"
+    " nosymfollow iversion noiversion mand nomand silent loud default_permissions"
+).split(" ")
+SHOWN = {"ro", "nosuid", "nodev", "noexec", "noatime", "sync", "dirsync", "nosymfollow"}
+"""What the mount table shows. Those without effect are not in it."""
+
+
+def shown_options(mountpoint: Path) -> set[str]:
+    """Return the options that the kernel shows of the mount and of its filesystem."""
+    done = run("findmnt", "--noheadings", "--output", "VFS-OPTIONS,FS-OPTIONS", mountpoint)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.replace(",", " ").split())
+
+
+@pytest.mark.usefixtures("helper")
+@pytest.mark.parametrize(
+    ("how", "option"),
+    [("-o", option) for option in ACCEPTED]
+    + [("fstab", option) for option in ("nosymfollow", "dirsync", "strictatime", "lazytime")],
+)
+def test_an_option_that_every_filesystem_takes(tmp_path: Path, how: str, option: str) -> None:
+    device, mountpoint, table = tmp_path / "device", tmp_path / "mount", tmp_path / "fstab"
+    device.mkdir()
+    mountpoint.mkdir()
+    formatted = run(sys.executable, "-m", "fpfs.cli.main", "format", "-d", device)
+    assert formatted.returncode == 0, formatted.stderr
+    options = f"staging=16M,log={tmp_path}/log,{option}"
+    table.write_text(f"{device} {mountpoint} fuse.fpfs {options} 0 0\n")
+    command: tuple[str | Path, ...] = ("mount", "-T", table, mountpoint)
+    if how == "-o":
+        command = ("mount", "-t", "fuse.fpfs", "-o", options, device, mountpoint)
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    try:
+        assert shown_options(mountpoint) & SHOWN == {option} & SHOWN
+        if option != "ro":
+            (mountpoint / "file").write_text("content")
+            (mountpoint / "link").symlink_to("file")
+            outcome = errno_of((mountpoint / "link").read_text)
+            assert outcome == ("ELOOP" if option == "nosymfollow" else "OK")
+    finally:
+        assert run(sys.executable, "-m", "fpfs.cli.main", "umount", mountpoint).returncode == 0

@@ -274,6 +274,13 @@ def test_allow_other_is_refused_with_the_remedy(account: Account) -> None:
     assert mount_at(str(account.mountpoint)) is None
 
 
+def test_nosymfollow_is_roots(account: Account) -> None:
+    done = account.fpfs(*account.mount_arguments(["nosymfollow"]))
+    assert done.returncode == 1
+    assert re.search(r"nosymfollow cannot be set .*; mount as root", done.stderr)
+    assert mount_at(str(account.mountpoint)) is None
+
+
 def test_a_mountpoint_of_somebody_else_is_refused(account: Account) -> None:
     os.chown(account.mountpoint, 0, 0)
     done = account.fpfs(*account.mount_arguments([]))

@@ -72,7 +72,18 @@ def test_words_for_other_programs_are_passed_over() -> None:
     assert parse_mount_options([line]) == MountOptions()
 
 
+def test_words_without_effect_are_passed_over() -> None:
+    line = (
+        "norelatime,strictatime,nostrictatime,diratime,nodiratime,lazytime,nolazytime,iversion,"
+        "noiversion,mand,nomand,silent,loud,default_permissions"
+    )
+    assert parse_mount_options([line]) == MountOptions()
+
+
 def test_the_last_of_two_opposites_wins() -> None:
+    assert parse_mount_options(["nosymfollow"]).follows_symlinks is False
+    assert parse_mount_options(["nosymfollow,symfollow,sync"]).follows_symlinks is True
+    assert parse_mount_options(["nosymfollow,symfollow,sync"]).for_fusermount == ("sync",)
     assert parse_mount_options(["allow_other,noallow_other"]).allow_other is False
     assert parse_mount_options(["rw,ro,nosuid"]).read_only is True
     assert parse_mount_options(["ro,rw"]).read_only is False
@@ -110,7 +121,7 @@ def test_two_values_of_one_option_are_refused(first: str, second: str) -> None:
     [
         ("bogus", r"-o bogus: fpfs has no such option; known are ack=, backend=.*adopt.*nosuid"),
         ("bogus=1", r"-o bogus=1: fpfs has no such option; known are"),
-        ("dirsync", r"-o dirsync: fpfs has no such option"),
+        ("nosymfollow=1", r"-o nosymfollow=1: nosymfollow takes no value; write nosymfollow$"),
         ("ack", r"-o ack: ack needs a value; write ack=close$"),
         ("ack=", r"-o ack=: ack needs a value; write ack=close$"),
         ("ack=never", r"ack=never: ack has no such setting; take one of early, close, durable"),
