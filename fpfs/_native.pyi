@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+def check_objects_directory(path: str) -> None: ...
 def crc32c(arg: bytes, /) -> int: ...
 
 ARENA_FORMAT: int = 4

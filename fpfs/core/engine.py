@@ -30,6 +30,9 @@ crc32c = _native.crc32c
 checksum_blocks = _native.checksum_blocks
 """CRC32C of each block of a bytes object, as contents get them. Releases the GIL."""
 
+check_objects_directory = _native.check_objects_directory
+"""Raise OSError where a device could not keep its objects in a directory. Blocks."""
+
 CatalogFiles = _native.CatalogFiles
 CatalogLeader = _native.CatalogLeader
 CatalogMirror = _native.CatalogMirror

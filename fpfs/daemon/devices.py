@@ -16,6 +16,7 @@ import os
 import uuid
 from collections.abc import Sequence
 
+from fpfs.core.engine import check_objects_directory
 from fpfs.core.mounts import is_below
 from fpfs.core.refusal import Refused
 from fpfs.daemon.device_set import OBJECTS_NAME, DeviceSet
@@ -273,6 +274,17 @@ def _check_backing(path: str, stamp: Stamp, *, asked: str) -> None:
         )
 
 
+def _make_objects(path: str) -> None:
+    """Make the folder of a device's objects. OSError where they could not be read."""
+    objects = os.path.join(path, OBJECTS_NAME)
+    os.mkdir(objects, 0o700)
+    try:
+        check_objects_directory(objects)
+    except BaseException:
+        os.rmdir(objects)
+        raise
+
+
 def _format(paths: Sequence[str], *, asked: str) -> Sequence[Stamp]:
     """Make a new filesystem of empty, locked directories; the stamp of each is written last."""
     filesystem_id = uuid.uuid4().hex[:16]
@@ -289,7 +301,7 @@ def _format(paths: Sequence[str], *, asked: str) -> Sequence[Stamp]:
                 paths=tuple(paths),
                 catalog_devices=CATALOG_DEVICES_FIRST[: len(paths)],
             )
-            os.mkdir(os.path.join(path, OBJECTS_NAME), 0o700)
+            _make_objects(path)
             write_stamp(path, stamp)
         stamps.append(stamp)
     return stamps

@@ -16,6 +16,7 @@
 #include "block_checksum.h"
 #include "channel.h"
 #include "crc32c.h"
+#include "device_directory.h"
 #include "engine.h"
 #include "known_directories.h"
 
@@ -558,6 +559,18 @@ NB_MODULE(_native, module) {
   // At exit Python may still hold the engine in a traceback; the process ends all the same.
   nb::set_leak_warnings(false);
   module.doc() = "The native byte plane of fpfs. Use fpfs.core.engine, not this module.";
+  module.def(
+      "check_objects_directory",
+      [](const std::string& path) {
+        ObjectDirectory directory;
+        Status status;
+        {
+          const nb::gil_scoped_release release;
+          status = directory.open(path);
+        }
+        check(status);
+      },
+      nb::arg("path"));
   module.def("crc32c", [](nb::bytes data) { return crc32c(0, data.c_str(), data.size()); });
 
   module.attr("ARENA_FORMAT") = arena::kFormat;

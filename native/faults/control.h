@@ -22,8 +22,9 @@ enum class Kind : uint32_t {
   CatalogFlush = 8,
   Truncate = 9,  // an object
   Remove = 10,   // an object
+  Read = 11,     // an object, not by a ring
 };
-inline constexpr uint32_t kKinds = 11;
+inline constexpr uint32_t kKinds = 12;
 
 struct Control {
   uint32_t counting;

@@ -90,6 +90,11 @@ using fpfs::faults::Kind;
     return faults::writing(fd, count,                                                              \
                            [&](size_t part) { return FPFS_NEXT(name)(fd, bytes, part, offset); }); \
   }
+#define FPFS_PREAD(name)                                                                \
+  ssize_t name(int fd, void* bytes, size_t count, off_t offset) {                       \
+    const int error = faults::fault_of(faults::object_kind(fd, Kind::Read));            \
+    return error > 0 ? faults::fail(error) : FPFS_NEXT(name)(fd, bytes, count, offset); \
+  }
 #define FPFS_FTRUNCATE(name)                                           \
   int name(int fd, off_t size) noexcept {                              \
     return faults::calling(faults::object_kind(fd, Kind::Truncate),    \
@@ -122,6 +127,8 @@ ssize_t write(int fd, const void* bytes, size_t count) {
 }
 FPFS_PWRITE(pwrite)
 FPFS_PWRITE(pwrite64)
+FPFS_PREAD(pread)
+FPFS_PREAD(pread64)
 FPFS_FTRUNCATE(ftruncate)
 FPFS_FTRUNCATE(ftruncate64)
 FPFS_FALLOCATE(fallocate)

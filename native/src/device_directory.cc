@@ -50,6 +50,17 @@ int sync_directory(int fd) {
   return 0;
 }
 
+// Reads the zeros back that the probe has written; an errno, or 0.
+int read_probe(int fd, void* block) {
+  std::memset(block, 1, kIoAlignment);
+  const ssize_t n = ::pread(fd, block, kIoAlignment, 0);
+  if (n < 0) return errno;
+  const char* bytes = static_cast<const char*>(block);
+  const bool same = n == ssize_t{kIoAlignment} &&
+                    std::all_of(bytes, bytes + kIoAlignment, [](char byte) { return byte == 0; });
+  return same ? 0 : EIO;
+}
+
 }  // namespace
 
 Status ObjectDirectory::open(const std::string& path) {
@@ -71,6 +82,7 @@ Status ObjectDirectory::probe_direct(const std::string& path) {
   }
   if (created < 0) return Status(-created, path + ": no file can be created there");
   const FileDescriptor plain(created);
+  int read_error = 0;
   const FileDescriptor direct(open_at(root_.get(), kProbeName, O_RDWR | O_DIRECT));
   if (direct) {
     const std::unique_ptr<void, decltype(&std::free)> block(
@@ -78,9 +90,14 @@ Status ObjectDirectory::probe_direct(const std::string& path) {
     std::memset(block.get(), 0, kIoAlignment);
     const ssize_t n = ::pwrite(direct.get(), block.get(), kIoAlignment, 0);
     direct_ = n == ssize_t{kIoAlignment} || (n < 0 && is_full(errno));
+    // Otherwise whoever reads a content would be the first to find out.
+    if (n == ssize_t{kIoAlignment}) read_error = read_probe(direct.get(), block.get());
   }
   if (::unlinkat(root_.get(), kProbeName, 0) != 0) return Status::from_errno(kProbeName);
-  return {};
+  if (read_error == 0) return {};
+  return Status(read_error, path +
+                                ": what is written there with O_DIRECT cannot be read with it (" +
+                                std::strerror(read_error) + ")");
 }
 
 // Without room for another file those that are there tell. A device without objects and without

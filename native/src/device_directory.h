@@ -24,8 +24,9 @@ enum class OpenMode { ReadWrite, ReadOnly };
 
 class ObjectDirectory {
  public:
-  // Opens the directory and finds out, with one aligned write, whether O_DIRECT works there. One
-  // without room for that is opened all the same.
+  // Opens the directory and finds out, with one aligned write that is read back, whether O_DIRECT
+  // works there. One without room for that is opened all the same; one that writes and cannot read
+  // is not.
   Status open(const std::string& path);
 
   bool direct() const { return direct_; }

@@ -35,6 +35,7 @@ class Call(enum.IntEnum):
     CATALOG_FLUSH = 8
     TRUNCATE = 9
     REMOVE = 10
+    READ = 11
 
 
 ERRORS = {
@@ -48,6 +49,7 @@ ERRORS = {
     Call.CATALOG_FLUSH: (errno.EIO, errno.ENOSPC),
     Call.TRUNCATE: (errno.EIO,),
     Call.REMOVE: (errno.EIO,),
+    Call.READ: (errno.EIO, errno.EINVAL),
 }
 """What each call may come to."""
 
