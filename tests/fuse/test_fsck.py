@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from tests.support.crash import close_dead, crash
 from tests.support.damage import blocks_of, flip
 from tests.support.device_sets import DeviceSet, fill, filled
 from tests.support.files_changing import keep_changing
+from tests.support.processes import run
 
 ROOT = 1
 
@@ -518,3 +520,40 @@ def test_a_mount_whose_catalogs_were_removed_cannot_be_checked() -> None:
         assert (done.returncode, done.stdout) == (8, "")
         assert "it was removed" in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+@contextlib.contextmanager
+def small_folder(place: Path, size_kib: int) -> Iterator[dict[str, str]]:
+    """What lets temporary files lie on a tmpfs of a size."""
+    place.mkdir(exist_ok=True)
+    run("mount", "-t", "tmpfs", "-o", f"size={size_kib}K", "tmpfs", place)
+    try:
+        yield {"TMPDIR": str(place)}
+    finally:
+        run("umount", place)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("command", ["fsck", "fsck --repair", "export"])
+def test_a_full_temporary_folder_is_named_and_nothing_changes(
+    devices: DeviceSet, tmp_path: Path, command: str
+) -> None:
+    place, destination = tmp_path / "small", tmp_path / "copy"
+    words = [*command.split(), *devices.words, *([destination] if command == "export" else [])]
+    before = devices.hashes()
+    refused = 0
+    for size_kib in (4 * 2**step for step in range(12)):
+        with small_folder(place, size_kib) as environment:
+            done = run_fpfs(*words, environment=environment)
+            if done.returncode == 0:
+                break
+        assert done.returncode == (1 if command == "export" else 8)
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert f"the temporary folder {place} has no room" in done.stderr
+        assert "TMPDIR" in done.stderr
+        assert "backup" not in done.stderr
+        assert not destination.exists()
+        assert devices.hashes() == before
+        refused += 1
+    assert done.returncode == 0, done.stderr
+    assert refused

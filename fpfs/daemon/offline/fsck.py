@@ -34,7 +34,13 @@ from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
 from fpfs.daemon.devices import find_devices
 from fpfs.daemon.offline.contents import check_contents
 from fpfs.daemon.offline.findings import Found, Paths
-from fpfs.daemon.offline.image import DATABASE, CatalogImage, take_image, take_live_image
+from fpfs.daemon.offline.image import (
+    DATABASE,
+    CatalogImage,
+    lacks_room,
+    take_image,
+    take_live_image,
+)
 from fpfs.daemon.offline.names import check_names
 from fpfs.daemon.offline.objects import Objects
 from fpfs.daemon.offline.repair import apply, try_corrections
@@ -330,6 +336,13 @@ def refusing_image(asked: str) -> Iterator[None]:
 
 
 def _no_image(error: OSError | sqlite3.Error, asked: str) -> Refused:
+    if lacks_room(error):
+        return Refused(
+            asked=asked,
+            wrong=f"the temporary folder {tempfile.gettempdir()} has no room for a copy of the"
+            " catalog",
+            remedy="make room there, or name a larger folder with TMPDIR",
+        )
     why = getattr(error, "strerror", None) or str(error)
     remedy = f"see that there is room for a copy of the catalog in {tempfile.gettempdir()}"
     if isinstance(error, CatalogError):

@@ -67,6 +67,13 @@ class CatalogImage:
         self.connection.close()
 
 
+def lacks_room(error: OSError | sqlite3.Error) -> bool:
+    """Whether the folder of an image is full: nothing else is written while one is made."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> CatalogImage | None:
     """Return an image of the newest sound copy of a catalog that nobody uses, made in `folder`.
 
@@ -80,6 +87,8 @@ def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> Ca
         try:
             sequence = _copy_and_settle(path, place, filesystem_id)
         except OSError as error:
+            if lacks_room(error):
+                raise
             is_missing = error.errno == errno.ENOENT
             troubles[path] = "it is missing" if is_missing else error.strerror or str(error)
         else:
@@ -118,6 +127,8 @@ def take_live_image(path: Path, *, folder: Path, filesystem_id: str) -> CatalogI
         except CatalogTooNew:
             raise
         except OSError as error:
+            if lacks_room(error):
+                raise
             trouble = error
         for each in place.iterdir():
             each.unlink()
@@ -213,6 +224,8 @@ def _open(database: Path) -> sqlite3.Connection:
         fault = shape_fault(connection)
     except sqlite3.Error as error:
         connection.close()
+        if lacks_room(error):
+            raise
         raise CatalogError(f"it cannot be read: {error}") from error
     if fault:
         connection.close()
