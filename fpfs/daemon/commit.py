@@ -600,7 +600,14 @@ class Commit:
         for entry, version in zip(batch, versions, strict=True):
             entry.inode.synced = not entry.last
             self._now_current(version, began_ns)
-        await self._versions.follow(changed)
+        await self._follow(changed)
+
+    async def _follow(self, changed: Sequence[Changed]) -> None:
+        """Let go what the versions that are current now have replaced; that they are stays."""
+        try:
+            await self._versions.follow(changed)
+        except OSError as error:
+            log.error("former contents cannot be let go before the next mount: %s", error)
 
     def _make_current(
         self, transaction: Transaction, version: Version, changed: list[Changed]
@@ -640,7 +647,7 @@ class Commit:
         if aside is None:
             entry.inode.synced = False
             self._now_current(version, began_ns)
-            await self._versions.follow(changed)
+            await self._follow(changed)
         else:
             self.steps.add(StepKind.SET_ASIDE, entry.inode.ino, began_ns)
             await self._aside.settle(aside)

@@ -13,10 +13,13 @@ import trio
 import trio.testing
 
 from fpfs.core.engine import ObjectId
+from fpfs.core.errors import CatalogError
+from fpfs.core.questions import PolicyChange
 from fpfs.daemon import reclaim
 from fpfs.daemon.catalog_attributes import Changes
 from fpfs.daemon.catalog_names import RenameMode
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES
+from fpfs.daemon.inodes import Inode
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 from tests.unit.test_commit import committed_size
@@ -356,3 +359,37 @@ async def test_an_open_that_fails_leaves_nothing_open(
         names = mount.call_names()
         assert names.count("open") == names.count("release")
         assert await mount.read_file("file") == b"content"
+
+
+@pytest.mark.parametrize("names", [("one",), ("one", "two")])
+@trio.testing.trio_test
+async def test_what_fails_after_the_transaction_is_no_failure_to_commit(
+    names: Sequence[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(_ino: int) -> Inode:
+        raise CatalogError("the device of the catalog fails")
+
+    async with rig(tmp_path) as mount:
+        await mount.policies.change(ROOT, PolicyChange(values={"versions": "1"}))
+        for content in (b"first", b"second"):
+            for name in names:
+                await mount.write_file(name, content)
+            await mount.commit.wait_queued()
+        before = mount.commit.statistics()
+        handles = [await mount.open(name, flags=os.O_WRONLY | os.O_TRUNC) for name in names]
+        with monkeypatch.context() as failing:
+            failing.setattr(mount.inodes, "get", fail)
+            for handle in handles:
+                mount.engine.write(handle, 0, b"third")
+                mount.namespace.files.release(handle)
+            await mount.commit.wait_queued()
+        after = mount.commit.statistics()
+        assert after.failures == ()
+        assert after.committed - before.committed == len(names)
+        assert after.transactions - before.transactions == 1
+        for name in names:
+            assert await mount.read_file(name) == b"third"
+    assert "former contents cannot be let go before the next mount" in caplog.text
