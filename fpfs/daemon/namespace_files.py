@@ -110,21 +110,27 @@ class Files:
         handle = self._unanswered.pop(request & ~RESENT, 0) if request & RESENT else 0
         if not handle:
             handle = await self._open(inode, flags=flags, writable=writable, request=request)
-        if writable and inode.unfinished:
-            self._engine.begin(inode.ino)
-        if writable and self._tell_writer is not None:
-            await self._tell_writer(inode)
-        if flags & os.O_TRUNC:
-            # A writer from now on: a close of another while this waits for its turn queues nothing.
-            await self._truncate_opened(handle, inode)
-            if inode.writers == 0:
-                self._commit.truncated(inode)
         try:
+            await self._begin(inode, flags=flags, writable=writable)
             await self._follow_policy(inode, flags=flags, writable=writable, policy=policy)
         except BaseException:
             self.release(handle)
             raise
         return Opened(handle, self._keep_cache(inode, writable=writable))
+
+    async def _begin(self, inode: Inode, *, flags: int, writable: bool) -> None:
+        """Let a version begin, and empty the file if the flags say so.
+
+        A writer by now: a close of another while this waits for its turn queues nothing.
+        """
+        if writable and inode.unfinished:
+            self._engine.begin(inode.ino)
+        if writable and self._tell_writer is not None:
+            await self._tell_writer(inode)
+        if flags & os.O_TRUNC:
+            await self._truncate_locked(inode, 0)
+            if inode.writers == 0:
+                self._commit.truncated(inode)
 
     async def _follow_policy(
         self, inode: Inode, *, flags: int, writable: bool, policy: Policy | None
@@ -161,13 +167,6 @@ class Files:
             inode.writers += 1
             self.writers += 1
         return handle
-
-    async def _truncate_opened(self, handle: int, inode: Inode) -> None:
-        try:
-            await self._truncate_locked(inode, 0)
-        except BaseException:
-            self.release(handle)
-            raise
 
     async def adopt(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
         """Take over a handle that a server that died had given out; the inode is loaded.

@@ -393,3 +393,21 @@ async def test_what_fails_after_the_transaction_is_no_failure_to_commit(
         for name in names:
             assert await mount.read_file(name) == b"third"
     assert "former contents cannot be let go before the next mount" in caplog.text
+
+
+@trio.testing.trio_test
+async def test_a_writer_whose_open_fails_is_not_counted(tmp_path: Path) -> None:
+    async def fail(_inode: Inode) -> None:
+        raise CatalogError("the trace cannot begin")
+
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"content")
+        inode = await mount.resolve("file")
+        await mount.commit.wait_queued()
+        users = inode.users
+        mount.namespace.files.on_writer(fail)
+        with pytest.raises(CatalogError):
+            await mount.open("file", flags=os.O_RDWR)
+        files = mount.namespace.files
+        assert (files.open_count, files.writers) == (0, 0)
+        assert (inode.handles, inode.writers, inode.users) == (0, 0, users)
