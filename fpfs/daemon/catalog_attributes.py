@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog_worker import Transaction
 
 
+CAPABILITIES = b"security.capability"
+"""The attribute that holds a file's capabilities."""
+
+
 class InodeRow(NamedTuple):
     """An inode as stored; `layout` is MessagePack, `parent` is 0 unless it is a directory."""
 
@@ -117,9 +121,7 @@ def drop_privileges(transaction: Transaction, ino: int) -> None:
         "WHERE ino = ?",
         (ino,),
     )
-    transaction.execute(
-        "DELETE FROM xattrs WHERE ino = ? AND name = ?", (ino, b"security.capability")
-    )
+    transaction.execute("DELETE FROM xattrs WHERE ino = ? AND name = ?", (ino, CAPABILITIES))
 
 
 def fetch_target(transaction: Transaction, ino: int) -> bytes:

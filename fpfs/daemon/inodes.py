@@ -277,6 +277,11 @@ class InodeTable:
                 self.changed(inode, ctime_ns=before[0], mtime_ns=before[1])
             raise
 
+    def privileges_dropped(self, inode: Inode) -> bool:
+        """Whether a write ended privileges, capabilities among them, that the catalog has yet."""
+        loaded = inode.is_regular and self._engine.loaded(inode.ino)
+        return loaded and self._engine.attributes(inode.ino).privileges_dropped
+
     @contextlib.contextmanager
     def storing_privileges(self, inode: Inode) -> Iterator[bool]:
         """Tell whether a write dropped privileges that the catalog has, which is to store it.
@@ -284,8 +289,7 @@ class InodeTable:
         The engine forgets it around the transaction, so that a commit behind it does not drop what
         is set now; if the transaction fails, the engine knows it again.
         """
-        loaded = inode.is_regular and self._engine.loaded(inode.ino)
-        were_dropped = loaded and self._engine.attributes(inode.ino).privileges_dropped
+        were_dropped = self.privileges_dropped(inode)
         if were_dropped:
             inode.drop_privileges()
             self._engine.privileges_restored(inode.ino)

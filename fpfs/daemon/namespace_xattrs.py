@@ -26,12 +26,20 @@ from fpfs.core.errors import (
     ValueTooLarge,
 )
 from fpfs.core.limits import XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX
-from fpfs.daemon.catalog_attributes import fetch_xattr, list_xattrs, remove_xattr, store_xattr
+from fpfs.daemon.catalog_attributes import (
+    CAPABILITIES,
+    drop_privileges,
+    fetch_xattr,
+    list_xattrs,
+    remove_xattr,
+    store_xattr,
+)
 from fpfs.daemon.catalog_versions import is_view
 
 if TYPE_CHECKING:
     from fpfs.core.reports import FileStatus
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_worker import Transaction
     from fpfs.daemon.file_status import FileStatuses
     from fpfs.daemon.inodes import InodeTable
     from fpfs.daemon.requests import Requests
@@ -71,6 +79,8 @@ class ExtendedAttributes:
         if not inode.has_xattrs:
             # Asked by the kernel before writes (security.capability): without the catalog.
             raise NoAttribute(f"inode {ino} has no attribute {name!r}")
+        if name == CAPABILITIES and self._inodes.privileges_dropped(inode):
+            raise NoAttribute(f"inode {ino} has lost its capabilities")
         return await self._catalog.read(lambda t: fetch_xattr(t, ino, name))
 
     async def _status(self, ino: int, name: bytes) -> bytes:
@@ -89,6 +99,8 @@ class ExtendedAttributes:
         if not inode.has_xattrs:
             return []
         stored = await self._catalog.read(lambda t: list_xattrs(t, ino))
+        if self._inodes.privileges_dropped(inode):
+            stored = [name for name in stored if name != CAPABILITIES]
         # An fpfs before these were made up may have stored one.
         return [name for name in stored if not name.startswith(STATUS_PREFIX)]
 
@@ -107,10 +119,16 @@ class ExtendedAttributes:
         def stored(_done: None) -> None:
             inode.has_xattrs = True
 
-        store = self._requests.recording(
-            request, lambda t: store_xattr(t, ino, name, value, ctime_ns=now_ns)
-        )
-        with self._inodes.changing(inode, ctime_ns=now_ns):
+        def store_it(transaction: Transaction) -> None:
+            if were_dropped:
+                drop_privileges(transaction, ino)
+            store_xattr(transaction, ino, name, value, ctime_ns=now_ns)
+
+        store = self._requests.recording(request, store_it)
+        with (
+            self._inodes.changing(inode, ctime_ns=now_ns),
+            self._inodes.storing_privileges(inode) as were_dropped,
+        ):
             await self._catalog.write(store, apply=stored)
 
     async def remove(self, ino: int, name: bytes, *, request: int = 0) -> None:

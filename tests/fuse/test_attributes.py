@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import stat
+import struct
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.support.system import errno_of, stat_from_server
 from tests.support.target import Target
 
 NANOSECONDS = (0, 1, 999_999_999, 1_234_567_890_123_456_789, 2**31 * 10**9 + 5, -1)
+CAP_NET_BIND_SERVICE = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+"""A file's capabilities (struct vfs_cap_data, revision 2): one of them, effective."""
 TIME_S_MAX = (2**63 - 1) // 10**9
 CLOCK_REALTIME_COARSE = 5
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing owners needs root")
@@ -291,6 +294,21 @@ def test_setuid_that_comes_back_is_dropped_again(directory: Path) -> None:
             tell(writer)
             expect_line(writer, "written")
             assert run("stat", "-c", "%a", path) == "777\n"
+
+
+@needs_root
+def test_capabilities_go_with_a_write_of_another_user(directory: Path) -> None:
+    path = directory / "file"
+    path.write_bytes(b"x")
+    path.chmod(0o777)
+    with python_child(WRITE_AS_NOBODY, path) as writer:
+        for _time in range(2):
+            os.setxattr(path, "security.capability", CAP_NET_BIND_SERVICE)
+            assert os.getxattr(path, "security.capability") == CAP_NET_BIND_SERVICE
+            tell(writer)
+            expect_line(writer, "written")
+            assert errno_of(os.getxattr, path, "security.capability") == "ENODATA"
+            assert "security.capability" not in os.listxattr(path)
 
 
 @needs_root
