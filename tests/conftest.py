@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     What a shell starts in the background ignores SIGINT, and so does everything it starts.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(0o022)  # A group may not write to device directories.
     config.stash[_terminal_fd] = os.dup(2)
 
 

@@ -123,7 +123,9 @@ def add(mountpoint: str, directory: str, /, *, json: Json = False) -> int:
     """
     asked = f"device add {mountpoint} {directory}"
     refuse_empty(directory, what="directory", asked=asked)
-    added = ask(mountpoint, AddDevice(path=os.path.realpath(directory)), asked=asked)
+    # The server resolves it: whose links it leads through matters.
+    path = os.path.join(os.getcwd(), directory)
+    added = ask(mountpoint, AddDevice(path=path), asked=asked)
     if json:
         print_json(added)
     else:

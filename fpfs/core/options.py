@@ -71,7 +71,8 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to mount. `kernel` holds options handed on to mount(2), such as ``nosuid`` or ``ro``.
 
     `allow_other` is None where nobody chose: then root's mounts are open to other users and the
-    mounts of users are not. Members of `control_group` may ask the server what its owner may.
+    mounts of users are not. Members of `control_group` may ask the server what its owner may,
+    but not add, drain or remove devices.
     """
 
     ack: Acknowledge = Acknowledge.EARLY

@@ -56,6 +56,10 @@ class Question(msgspec.Struct, Generic[Answer], kw_only=True, frozen=True, tag_f
     """Whether only root and the mount's owner may ask: it names files that others may not see, or
     changes the mount."""
 
+    owner_alone: ClassVar[bool] = False
+    """Whether members of the `control_group` may not ask either: it changes which directories the
+    contents of all files are written to, with the rights of the server's user."""
+
     asked_again: ClassVar[bool] = False
     """Whether a client asks the next server where one ends without an answer."""
 
@@ -288,6 +292,7 @@ class AddDevice(Question[DeviceTags], kw_only=True, frozen=True, tag="add"):
 
     answer = DeviceTags
     owners = True
+    owner_alone = True
 
     path: str
 
@@ -312,6 +317,7 @@ class StartDrain(Question[DrainStarted], kw_only=True, frozen=True, tag="start d
 
     answer = DrainStarted
     owners = True
+    owner_alone = True
     asked_again = True
 
     device: str
@@ -322,6 +328,7 @@ class DrainNext(Question[Drained], kw_only=True, frozen=True, tag="drain"):
 
     answer = Drained
     owners = True
+    owner_alone = True
     asked_again = True
 
     number: Number
@@ -334,6 +341,7 @@ class EndDrain(Question[DeviceTags], kw_only=True, frozen=True, tag="end drain")
 
     answer = DeviceTags
     owners = True
+    owner_alone = True
     asked_again = True
 
     device: str
@@ -344,6 +352,7 @@ class RemoveDevice(Question[DeviceRemoved], kw_only=True, frozen=True, tag="remo
 
     answer = DeviceRemoved
     owners = True
+    owner_alone = True
 
     device: str
 

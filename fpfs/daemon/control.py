@@ -1,9 +1,10 @@
 """The server's end of the control protocol: requests of ``fpfs-ctl`` and ``fpfs umount``.
 
 Invariants:
-  * Root, the server's user and the members of the control group, if there is one, may ask
-    everything. Others are answered on a mount that is open to them, and told what that lets them
-    see; what is the `owners`' question is not for them. Who asks is what the kernel says he is.
+  * Root and the server's user may ask everything; members of the control group, if there is one,
+    everything but what is the owner's alone (`Question.owner_alone`). Others are answered on a
+    mount that is open to them, and told what that lets them see; what is the `owners`' question is
+    not for them. Who asks is what the kernel says he is.
   * What clients take up is bounded (`control_limits`). One that breaks a rule is told so in one
     line and let go.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
@@ -62,6 +63,8 @@ ACCEPT_AGAIN_S = 0.1
 BACKLOG = 128
 """Clients that wait for the server to look for the next one."""
 
+_DEVICES_REMEDY = "ask as one of them: control_group lets nobody add, drain or remove devices"
+
 _QUESTIONS = msgspec.json.Decoder(AnyQuestion)
 _VERSION = msgspec.json.Decoder(AnyVersion)
 
@@ -103,8 +106,12 @@ class Access(NamedTuple):
         os.chmod(path, mode)
 
     def is_owner(self, who: Peer) -> bool:
-        """Whether somebody may ask everything."""
-        return who.uid in (0, os.geteuid()) or self.group in who.gids
+        """Whether somebody is root or the server's user, who may ask everything."""
+        return who.uid in (0, os.geteuid())
+
+    def is_member(self, who: Peer) -> bool:
+        """Whether somebody may ask what the owner may, but for what is his alone."""
+        return self.is_owner(who) or self.group in who.gids
 
 
 class ControlServer:
@@ -198,33 +205,46 @@ class ControlServer:
     async def _converse(self, connection: trio.socket.SocketType) -> None:
         stream = trio.SocketStream(connection)
         who = peer(connection)  # type: ignore[arg-type]
-        is_owner = self._access.is_owner(who)
+        is_member = self._access.is_member(who)
         async with stream:
             try:
-                if not is_owner and not self._access.open_to_others:
+                if not is_member and not self._access.open_to_others:
                     raise Refusing("this mount belongs to another user")
-                with self._connections.one_of(who.uid, is_owner=is_owner):
-                    await self._answer_lines(stream, None if is_owner else Asker(who.uid, who.gids))
+                with self._connections.one_of(who.uid, is_owner=is_member):
+                    await self._answer_lines(stream, who)
             except Refusing as refused:
                 with contextlib.suppress(trio.BrokenResourceError, ConnectionError):
                     await self._send(stream, Reply(error=str(refused)))
             except (trio.BrokenResourceError, ConnectionError) as error:
                 _log.debug("a control client went away before its answer: %s", error)
 
-    async def _answer_lines(self, stream: trio.SocketStream, asker: Asker | None) -> None:
-        """Answer one request after the other; None asks for the owner."""
+    async def _answer_lines(self, stream: trio.SocketStream, who: Peer) -> None:
+        """Answer one request after the other."""
+        asker = None if self._access.is_member(who) else Asker(who.uid, who.gids)
         lines = Lines(stream, idle_s=IDLE_S if asker else math.inf)
         while (line := await lines.receive()) is not None:
-            await self._answer(stream, _decode(line), asker)
+            question = _decode(line)
+            if refusal := self._refusal(question, who):
+                await self._send(stream, refusal)
+            else:
+                await self._answer(stream, question, asker)
+
+    def _refusal(self, question: Question[Any], who: Peer) -> Reply | None:
+        """Why somebody may not ask a question; None if he may."""
+        if not question.needs_owner or self._access.is_owner(who):
+            return None
+        wrong = f"only root and the mount's owner may ask for '{question.verb()}'"
+        if question.owner_alone:
+            return Reply(error=wrong, remedy=_DEVICES_REMEDY)
+        if self._access.is_member(who):
+            return None
+        remedy = "ask as one of them; -o control_group=NAME lets a group of users, too"
+        return Reply(error=wrong, remedy=remedy)
 
     async def _answer(
         self, stream: trio.SocketStream, question: Question[Any], asker: Asker | None
     ) -> None:
-        if question.needs_owner and asker is not None:
-            wrong = f"only root and the mount's owner may ask for '{question.verb()}'"
-            remedy = "ask as one of them; -o control_group=NAME lets a group of users, too"
-            await self._send(stream, Reply(error=wrong, remedy=remedy))
-            return
+        """Answer what somebody may ask; None asks for the owner."""
         if isinstance(question, WaitForEnd):
             await self._answer_end(stream, question)
             return

@@ -6,6 +6,7 @@ which backing filesystem and inode the directory lay, so that a copy is not take
 
 Invariants:
   * A directory is stamped only when it was empty (``lost+found`` aside) and locked.
+  * A mount uses only directories that nobody else can change or replace (`trusted_path`).
   * All devices of one mount carry the same filesystem id, and every number that was given and not
     taken back once.
 """
@@ -33,6 +34,7 @@ from fpfs.daemon.stamp import (
     refusing,
     write_stamp,
 )
+from fpfs.daemon.trusted_path import check_trusted
 
 DEVICES_MAX = 65_535
 
@@ -60,6 +62,9 @@ def open_devices(
     if search.is_degraded:
         search = set_apart(search, asked=asked, held_fds=held_fds)
     resolved = _check_paths(search.paths, asked=asked)
+    # What the server before used is used by this one, too: programs have files open there.
+    for path in () if held_fds else search.paths:
+        check_trusted(path, asked=asked)
     lock_fds: list[int] = list(held_fds)
     try:
         stamps = [read_stamp(path, asked=asked) for path in resolved]

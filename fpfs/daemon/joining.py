@@ -36,6 +36,7 @@ from fpfs.daemon.stamp import (
     refusing,
     write_stamp,
 )
+from fpfs.daemon.trusted_path import check_trusted
 
 PROBE_NAME = ".direct-probe"
 """What the engine makes for a moment, to see whether it can write past the page cache."""
@@ -79,6 +80,7 @@ def take_directory(
             )
     others = [device.path for device in devices.devices if os.path.isdir(device.path)]
     real = check_directory(path, others, asked=asked)
+    check_trusted(path, asked=asked)
     check_outside(mountpoint, [("device directory", real)], asked=asked)
     if is_below(mountpoint, real):
         raise Refused(

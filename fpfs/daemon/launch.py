@@ -42,6 +42,7 @@ from fpfs.daemon.places import (
     make_runtime_folder,
     remove_what_ended,
 )
+from fpfs.daemon.trusted_path import check_trusted
 
 EXIT_S = 10
 """How long a server that has closed everything may take to leave."""
@@ -146,6 +147,9 @@ def _check_text(told: object, *, asked: str) -> None:
 def _chosen_devices(paths: Sequence[str], *, asked: str) -> list[str]:
     for path in paths:
         refuse_empty(path, what="device directory", asked=asked)
+        if os.path.isdir(path):
+            # Before its links are resolved; the server has the rest to say.
+            check_trusted(path, asked=asked)
     if paths:
         return [os.path.realpath(path) for path in paths]
     default = os.path.realpath(default_device())

@@ -256,6 +256,57 @@ def test_members_of_the_control_group_may_ask_what_the_owner_may(words: tuple[st
         made.note_processes()
 
 
+def test_members_of_the_control_group_change_no_devices(tmp_path: Path) -> None:
+    """The server would write the contents of all files to a directory that a member chose."""
+    alone = {kind.verb() for kind in get_args(AnyQuestion) if kind.owner_alone}
+    added = tmp_path / "added"
+    added.mkdir()
+    questions = [
+        {**question, **({"path": str(added)} if question["verb"] == "add" else {})}
+        for question in OWNERS_ONLY
+        if question["verb"] in alone
+    ]
+    assert [question["verb"] for question in questions] == [
+        "add", "start drain", "drain", "end drain", "remove",
+    ]  # fmt: skip
+    with mounted(devices=2, options=(f"control_group={GROUP}",)) as made:
+        made.root.parent.chmod(0o755)
+        before = made.status().devices
+        replies = ask_as(MEMBER, made, *questions)
+        assert [(reply["error"], reply["remedy"]) for reply in replies] == [
+            (
+                f"only root and the mount's owner may ask for '{question['verb']}'",
+                "ask as one of them: control_group lets nobody add, drain or remove devices",
+            )
+            for question in questions
+        ]
+        now = made.status().devices
+        assert [(each.path, each.state) for each in now] == [
+            (each.path, each.state) for each in before
+        ]
+        assert os.listdir(added) == []
+
+
+def test_a_device_that_others_can_replace_is_not_added(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    for folder in (shared, shared / "device", tmp_path / "theirs"):
+        folder.mkdir()
+    shared.chmod(0o777)
+    os.chown(tmp_path / "theirs", 65534, -1)
+    (tmp_path / "link").symlink_to("shared/../theirs")
+    with mounted(devices=1) as made:
+        for path, wrong in (
+            (shared / "device", f"everybody may write to {shared} (mode 0777); run chmod go-w"),
+            (tmp_path / "theirs", f"{tmp_path / 'theirs'} belongs to nobody"),
+            (tmp_path / "link", f"everybody may write to {shared}"),
+        ):
+            done = run_fpfs("device", "add", made.root, path, module="fpfs.cli.ctl")
+            assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+            assert f"the device directory {path} is not safe from others: {wrong}" in done.stderr
+        assert len(made.status().devices) == 1
+    assert [*shared.joinpath("device").iterdir(), *tmp_path.joinpath("theirs").iterdir()] == []
+
+
 def test_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for folder in ("device", "mount"):
         (tmp_path / folder).mkdir()
