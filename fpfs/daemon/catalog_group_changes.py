@@ -303,10 +303,11 @@ class _RollBack:
         directories.update(entry.ino for entry in entries if entry.type == DIRECTORY_TYPE)
         files = {entry.ino for entry in (*entries, *self._displaced)} - directories
         files -= {entry.ino for entry in self._displaced if entry.type == DIRECTORY_TYPE}
-        nlinks = dict.fromkeys((*files, *self._formers, *self._formers.values()), 0)
-        for (ino,) in transaction.execute("SELECT ino FROM names").fetchall():
-            if ino in nlinks:
-                nlinks[ino] += 1
+        nlinks = {}
+        for ino in (*files, *self._formers, *self._formers.values()):
+            (nlinks[ino],) = transaction.execute(
+                "SELECT count(*) FROM names WHERE ino = ?", (ino,)
+            ).fetchone()
         for ino in directories:
             (count,) = transaction.execute(
                 "SELECT count(*) FROM names WHERE parent = ? AND type = ?", (ino, DIRECTORY_TYPE)

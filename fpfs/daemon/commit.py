@@ -52,7 +52,7 @@ from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import KeysView, Sequence
 
     from fpfs.core.engine import Engine, Snapshot, SyncWrite
     from fpfs.daemon.catalog import Catalog
@@ -320,11 +320,10 @@ class Commit:
             return 0
         if not committed_bytes and inode.is_regular:
             # It never was without what was closed before its own content.
-            mine = [index for index, entry in enumerate(self._queue) if entry.inode is inode]
-            first = mine[0] if mine else len(self._queue)
-            if all(entry.inode is inode for entry in itertools.islice(self._queue, first, None)):
+            youngest = itertools.islice(reversed(self._queue), inode.pending)
+            if all(entry.inode is inode for entry in youngest):
                 return 0
-        elif all(entry.inode is inode for entry in self._queue):
+        elif inode.pending == len(self._queue):
             return 0
         return last.number
 
@@ -344,9 +343,9 @@ class Commit:
         self._failures.pop(inode.ino, None)
         self._reclaim.delete(inode)
 
-    def queued(self) -> set[int]:
-        """Return the numbers of inodes that a version is on its way of."""
-        return {entry.inode.ino for entry in self._queue}
+    def queued(self) -> KeysView[int]:
+        """Return the numbers of inodes that a version is on its way of: a view that follows."""
+        return self._last_entries.keys()
 
     @property
     def idle(self) -> bool:

@@ -134,14 +134,15 @@ class Durability:
         oldest_ns = self.oldest_ns()
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
-    def oldest_ns(self, ino: int = 0) -> int:
-        """When the oldest byte of a waiting version was acknowledged, or of those of one inode.
+    def oldest_ns(self) -> int:
+        """When the oldest byte of a waiting version was acknowledged; 0: there is none."""
+        return min(self.oldest_ns_by_ino().values(), default=0)
 
-        0: there is none.
-        """
-        found = [
-            version.acknowledged_ns
-            for version in self._waiting
-            if version.acknowledged_ns and ino in (0, version.ino)
-        ]
-        return min(found, default=0)
+    def oldest_ns_by_ino(self) -> dict[int, int]:
+        """When the oldest byte of the waiting versions of each inode was acknowledged."""
+        oldest: dict[int, int] = {}
+        for version in self._waiting:
+            if version.acknowledged_ns:
+                known_ns = oldest.get(version.ino, version.acknowledged_ns)
+                oldest[version.ino] = min(known_ns, version.acknowledged_ns)
+        return oldest

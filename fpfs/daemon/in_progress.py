@@ -22,13 +22,14 @@ def files_in_progress(
     """All of them, by inode number."""
     writers = {inode.ino: inode.writers for inode in files.written()}
     inos = writers.keys() | commit.queued()
+    oldest_ns = commit.durability.oldest_ns_by_ino()
     now_ns = time.monotonic_ns()
     found = []
     for ino in sorted(inos):
         if not engine.loaded(ino):
             continue
         unsaved = engine.unsaved(ino)
-        known = [ns for ns in (unsaved.oldest_ns, commit.durability.oldest_ns(ino)) if ns]
+        known = [ns for ns in (unsaved.oldest_ns, oldest_ns.get(ino)) if ns]
         found.append(
             FileInProgress(
                 ino=ino,

@@ -7,9 +7,11 @@ Concurrency: trio thread only; used by `commit`.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.paths import show_name
 from fpfs.daemon import catalog_withheld
@@ -22,15 +24,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Held:
-    """An inode that waits for version `mark`; `has_row`: with a row that is in the catalog."""
+class _Held(NamedTuple):
+    """An inode that waits for version `mark`, with a row in the catalog."""
 
-    __slots__ = ("has_row", "inode", "mark")
-
-    def __init__(self, mark: int, inode: Inode, *, has_row: bool) -> None:
-        self.mark = mark
-        self.inode = inode
-        self.has_row = has_row
+    mark: int
+    number: int
+    """Of this removal: it makes two that wait for one version comparable."""
+    inode: Inode
 
 
 class Withheld:
@@ -41,6 +41,10 @@ class Withheld:
         self._catalog = catalog
         self._inodes = inodes
         self._held: list[_Held] = []
+        """A heap: a commit looks at what it lets go, not at all that waits."""
+        self._numbers = itertools.count()
+        self._without_row: list[Inode] = []
+        """Those whose rows went with the transaction that they waited for."""
         self._passed = 0
         """The last version that is current or given up."""
 
@@ -51,7 +55,7 @@ class Withheld:
         """
         inode.users += 1
         inode.withheld += 1
-        self._held.append(_Held(mark, inode, has_row=True))
+        heapq.heappush(self._held, _Held(mark, next(self._numbers), inode))
 
     @staticmethod
     def let_go(transaction: Transaction, mark: int) -> None:
@@ -60,8 +64,14 @@ class Withheld:
 
     def was_let_go(self, mark: int) -> None:
         """Note that this transaction was carried out: rows of later ones are not gone with it."""
-        for held in self._held:
-            held.has_row = held.has_row and held.mark > mark
+        self._without_row += self._take(mark)
+
+    def _take(self, mark: int) -> list[Inode]:
+        """Return, and wait no longer with, what waits for versions up to `mark`."""
+        taken = []
+        while self._held and self._held[0].mark <= mark:
+            taken.append(heapq.heappop(self._held).inode)
+        return taken
 
     async def catch_up(self) -> None:
         """Let go what became current while its name was being removed."""
@@ -70,15 +80,13 @@ class Withheld:
     async def pass_by(self, mark: int) -> None:
         """Let go what waited for versions up to `mark`, which are current or given up."""
         self._passed = max(self._passed, mark)
-        freed = [held for held in self._held if held.mark <= mark]
-        if not freed:
-            return
-        self._held = [held for held in self._held if held.mark > mark]
-        if any(held.has_row for held in freed):
+        without_row, self._without_row = self._without_row, []
+        with_row = self._take(mark)
+        if with_row:
             await self._forget_rows(mark)
-        for held in freed:
-            held.inode.withheld -= 1
-            self._inodes.release(held.inode)
+        for inode in (*without_row, *with_row):
+            inode.withheld -= 1
+            self._inodes.release(inode)
 
     async def _forget_rows(self, mark: int) -> None:
         try:

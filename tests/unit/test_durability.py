@@ -77,8 +77,8 @@ async def test_a_version_is_durable_with_the_flush_after_its_transaction(
         await mount.commit.make_current(inode)
         assert mount.engine.unsaved(inode.ino).bytes_uncommitted == 0
         assert durability.waiting == 1
-        assert began_ns <= durability.oldest_ns(inode.ino) <= written_ns
-        assert durability.oldest_ns(inode.ino + 1) == 0
+        assert began_ns <= durability.oldest_ns_by_ino()[inode.ino] <= written_ns
+        assert durability.oldest_ns_by_ino().keys() == {inode.ino}
         assert durability.ack_to_durable().count == 0
         await mount.catalog.make_durable()
         assert durability.waiting == 0
