@@ -46,6 +46,7 @@ from fpfs.core.engine import (
     Tracer,
 )
 from fpfs.core.statistics import EngineStatistics, Unsaved
+from fpfs.core.threads import run_alone
 
 
 class NativeEngine:
@@ -321,7 +322,7 @@ class NativeEngine:
     async def add_device(self, device: DeviceConfig, *, draining: bool) -> None:
         """See `Engine.add_device`."""
         add = partial(self._native.add_device, device.number, device.path, draining)
-        await trio.to_thread.run_sync(add)
+        await run_alone(add)
 
     def set_draining(self, number: int, *, draining: bool) -> None:
         """See `Engine.set_draining`."""

@@ -29,7 +29,8 @@ import msgspec
 import trio
 
 from fpfs.core.errors import CatalogError
-from fpfs.daemon.catalog_copies import Copies, CopyStatus
+from fpfs.core.threads import run_alone
+from fpfs.daemon.catalog_copies import Copies, CopyStatus, look_at
 from fpfs.daemon.catalog_devices import fetch_devices
 from fpfs.daemon.catalog_recovery import open_copies
 from fpfs.daemon.catalog_schema import (
@@ -343,9 +344,9 @@ class Catalog:
         error: OSError | None = None
         async with trio.open_nursery() as nursery:
             if self._copies.has_follower:
-                nursery.start_soon(trio.to_thread.run_sync, self._copies.flush_follower)
+                nursery.start_soon(run_alone, self._copies.flush_follower)
             try:
-                await trio.to_thread.run_sync(os.fdatasync, self._copies.log_descriptor)
+                await run_alone(os.fdatasync, self._copies.log_descriptor)
             except OSError as failure:
                 error = failure
         if error is None:
@@ -368,9 +369,8 @@ class Catalog:
             failures.extend([error] if error else [])
             event.set()
 
-        before = [Path(status.path) for status in self.copies() if not status.trouble]
-
         def reopen() -> Copies:
+            before = [Path(copy.path) for copy in look_at(self.copies()) if not copy.trouble]
             try:
                 copies = open_copies(paths, filesystem_id=self.filesystem_id, is_new=True)
             except OSError as error:
@@ -404,7 +404,7 @@ class Catalog:
                 await self.write_urgently(_note_clean_end)
         self._closed = True
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._worker.stop)
+            await run_alone(self._worker.stop)
 
 
 def _note_clean_end(transaction: Transaction) -> None:

@@ -24,6 +24,7 @@ import logging
 import os
 import sqlite3
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,7 +37,6 @@ from fpfs.daemon.reserve import RESERVE_NAME, Reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +73,26 @@ def note_alone(copy: Path) -> None:
         log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)
 
 
-def _removed(path: Path) -> str:
-    """What is wrong with a copy whose file somebody removed while it is in use."""
-    try:
-        return "" if path.exists() else "it was removed; the next mount makes it anew"
-    except OSError:
-        return ""  # its device has failed, which is told of as such
-
-
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One copy of the catalog: where it is, and why it is out of service, if it is."""
 
     path: str
     trouble: str = ""
+
+
+def look_at(copies: Sequence[CopyStatus]) -> tuple[CopyStatus, ...]:
+    """Add what is wrong with copies whose files somebody removed while they are in use. Blocks."""
+    return tuple(
+        msgspec.structs.replace(copy, trouble=copy.trouble or _removed(Path(copy.path)))
+        for copy in copies
+    )
+
+
+def _removed(path: Path) -> str:
+    try:
+        return "" if path.exists() else "it was removed; the next mount makes it anew"
+    except OSError:
+        return ""  # its device has failed, which is told of as such
 
 
 class Copies:
@@ -161,10 +168,9 @@ class Copies:
                 log.info("a copy of the catalog has no room for its reserve")
 
     def statuses(self) -> tuple[CopyStatus, ...]:
-        """Every copy that the filesystem has, or should have."""
+        """Every copy that the filesystem has, or should have. Their files are not looked at."""
         return tuple(
-            CopyStatus(path=str(path), trouble=self._troubles.get(path, "") or _removed(path))
-            for path in self._paths
+            CopyStatus(path=str(path), trouble=self._troubles.get(path, "")) for path in self._paths
         )
 
     def commit(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-import trio
 
 import fpfs
 from fpfs.core.errors import NotPermitted
@@ -42,6 +41,7 @@ from fpfs.core.reports import (
     Scrubbed,
     Status,
 )
+from fpfs.core.threads import run_alone
 from fpfs.daemon import metrics, renewal
 from fpfs.daemon.activity import ActivityControl
 from fpfs.daemon.catalog_aside import Partial, list_partials
@@ -118,7 +118,6 @@ class ControlledServer:
         )
         """Run by the server, beside what serves."""
         self._paced_status = Paced(self._status)
-        self._looking = trio.CapacityLimiter(1)
         self._handlers: Mapping[type[Question[Any]], Handler] = {
             AskStatus: self.status,
             WaitDurable: self.wait_durable,
@@ -177,14 +176,10 @@ class ControlledServer:
     async def _status(self) -> Status:
         self._namespace.catch_up()
         statistics = self._engine.statistics()
-        # With a limiter of its own: it must not take threads that flushes need.
-        devices = await trio.to_thread.run_sync(
-            metrics.device_statuses,
-            self._registry.members,
-            statistics,
-            self._catalog.copies(),
-            limiter=self._looking,
-        )
+        copies = self._catalog.copies()
+        members = self._registry.members
+        devices = await run_alone(metrics.device_statuses, members, statistics, copies)
+        catalog = await run_alone(metrics.catalog_status, copies)
         return Status(
             version=fpfs.__version__,
             server_pid=os.getpid(),
@@ -202,7 +197,7 @@ class ControlledServer:
             commit=metrics.commit_status(self._commit.statistics()),
             partials=metrics.partial_status(await self._partials()),
             uncommitted=metrics.uncommitted_status(await self._uncommitted()),
-            catalog=metrics.catalog_status(self._catalog),
+            catalog=catalog,
             recovery=self._recovery,
             channel=metrics.channel_counters(statistics),
         )
@@ -225,7 +220,7 @@ class ControlledServer:
 
     async def prepare_renewal(self, _question: RestartServer) -> Renewing:
         """Return when the installed program has said that it can take over. OSError otherwise."""
-        installed = await trio.to_thread.run_sync(renewal.check_installed)
+        installed = await run_alone(renewal.check_installed)
         return Renewing(version=installed.version)
 
     def renew(self) -> NoReturn:

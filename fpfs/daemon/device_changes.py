@@ -29,6 +29,7 @@ from fpfs.core.engine import RESERVE_BYTES, DeviceConfig
 from fpfs.core.errors import CatalogError, InvalidOperation, NoSpace
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import DeviceRemoved, DrainStarted
+from fpfs.core.threads import run_alone
 from fpfs.core.units import format_size
 from fpfs.daemon import joining, metrics
 from fpfs.daemon.catalog_copies import ALONE_NAME
@@ -88,7 +89,7 @@ class DeviceChanges:
             with trio.CancelScope(shield=True):
                 device = await self._take(path)
                 await self._join(device)
-                await trio.to_thread.run_sync(self._devices.devices_changed, self.registry.records)
+                await run_alone(self._devices.devices_changed, self.registry.records)
                 self._engine.set_draining(device.number, draining=False)
                 log.info("%s is device %d from now on", device.path, device.number)
                 await self._ensure_copies()
@@ -114,8 +115,8 @@ class DeviceChanges:
                 if other.number != member.number and not (other.is_missing or other.is_draining)
             ]
             objects = member.directory.objects_path
-            held_bytes = await trio.to_thread.run_sync(metrics.allocated_bytes, objects)
-            free_bytes = await trio.to_thread.run_sync(_bytes_free, others)
+            held_bytes = await run_alone(metrics.allocated_bytes, objects)
+            free_bytes = await run_alone(_bytes_free, others)
             if not others:
                 raise InvalidOperation(
                     "there is no other device for what it holds",
@@ -174,10 +175,10 @@ class DeviceChanges:
                 await self._catalog.make_durable()
                 if not member.is_missing:
                     await self._engine.remove_device(number)
-                await trio.to_thread.run_sync(self._devices.devices_changed, self.registry.records)
+                await run_alone(self._devices.devices_changed, self.registry.records)
                 is_empty = False
                 if not member.is_missing:
-                    is_empty = await trio.to_thread.run_sync(joining.empty_directory, path)
+                    is_empty = await run_alone(joining.empty_directory, path)
                     self._link.let_go(member.directory.lock_path)
                 self._devices.leave(number)
                 log.info("%s is not device %d any more", path, number)
@@ -201,7 +202,7 @@ class DeviceChanges:
             await self._ensure_copies()
         if not member.is_missing:
             # Also what a server left that died before it came to this.
-            await trio.to_thread.run_sync(_remove_catalog, member.path)
+            await run_alone(_remove_catalog, member.path)
 
     def _copies_without(self, member: Member) -> tuple[int, ...]:
         return tuple(n for n in self._devices.catalog_numbers if n != member.number)
@@ -215,7 +216,7 @@ class DeviceChanges:
         paths = [Path(each.path, CATALOG_NAME) for each in members if not each.is_missing]
         await self._catalog.move_copies(*paths)
         changed = functools.partial(self._devices.devices_changed, catalog_numbers=numbers)
-        await trio.to_thread.run_sync(changed, self.registry.records)
+        await run_alone(changed, self.registry.records)
 
     async def _take(self, path: str) -> DeviceDirectory:
         """Lock a directory, for the next servers, too."""
@@ -229,7 +230,7 @@ class DeviceChanges:
             asked=f"add {path}",
         )
         try:
-            device, lock_fd = await trio.to_thread.run_sync(take)
+            device, lock_fd = await run_alone(take)
         except Refused as refused:
             raise InvalidOperation(f"{refused.wrong}; {refused.remedy}") from refused
         self._devices.join(device, lock_fd)
@@ -244,7 +245,7 @@ class DeviceChanges:
         config = DeviceConfig(number=number, path=device.objects_path)
         is_open = False
         try:
-            await trio.to_thread.run_sync(joining.stamp_joining, device, others, filesystem_id)
+            await run_alone(joining.stamp_joining, device, others, filesystem_id)
             await self._engine.add_device(config, draining=True)
             is_open = True
             await self.registry.add(DeviceRecord(number=number, device_id=device_id, path=path))
@@ -261,7 +262,7 @@ class DeviceChanges:
         """Let go of a directory that did not become a device."""
         try:
             give_back = functools.partial(joining.give_back, device.path, asked="undo")
-            await trio.to_thread.run_sync(give_back)
+            await run_alone(give_back)
         except Refused as refused:
             log.warning("%s", refused)
         self._devices.leave(device.number)

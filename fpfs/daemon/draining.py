@@ -15,7 +15,6 @@ Concurrency: trio thread only. Several inodes' locks are never waited for, but t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections import Counter
@@ -27,6 +26,7 @@ from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, CopiedRange, Move, Obj
 from fpfs.core.errors import BusyFile, DamagedData, NoSpace
 from fpfs.core.layout import UNWRITTEN, Run
 from fpfs.core.reports import DamagedContent, DrainCursor, Drained, DrainStage
+from fpfs.core.threads import run_alone
 from fpfs.daemon.catalog_attributes import fetch_inode
 from fpfs.daemon.catalog_moves import (
     Planned,
@@ -40,6 +40,7 @@ from fpfs.daemon.catalog_moves import (
 )
 from fpfs.daemon.catalog_names import path_of
 from fpfs.daemon.catalog_shares import without
+from fpfs.daemon.space import free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -163,7 +164,7 @@ class Draining:
 
     async def _move(self, work: _Work, ino: int, sources: Sequence[_Source]) -> None:
         """Move runs of one inode, with all others that refer to them."""
-        to = self._choose(work.device, work.held[ino])
+        to = await self.choose(work.device, work.held[ino])
         ranges = [
             CopiedRange(
                 run.device, run.object, run.object_block, run.count, run.flags == UNWRITTEN, known
@@ -264,17 +265,16 @@ class Draining:
             raise
         return inode
 
-    def _choose(self, device: int, held: Counter[int]) -> int:
+    async def choose(self, device: int, held: Counter[int]) -> int:
         """The device that has least of a file's neighbourhood, and of these the emptiest."""
         figures = self._engine.statistics().devices
-        free = {}
-        for member in self._registry.members:
-            if member.number == device or member.is_missing or member.is_draining:
-                continue
-            if not figures[member.number].failed:
-                with contextlib.suppress(OSError):
-                    found = os.statvfs(member.path)
-                    free[member.number] = found.f_bavail * found.f_frsize
+        others = {
+            member.number: member.path
+            for member in self._registry.members
+            if member.number != device and not (member.is_missing or member.is_draining)
+        }
+        usable = {number: path for number, path in others.items() if not figures[number].failed}
+        free = await run_alone(free_bytes, usable)
         if not free:
             raise NoSpace("no other device takes what this one holds")
         return min(free, key=lambda number: (held[number], -free[number]))

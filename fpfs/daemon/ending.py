@@ -16,6 +16,7 @@ import trio
 
 from fpfs.core.mounts import mount_at
 from fpfs.core.refusal import Refused
+from fpfs.core.threads import run_alone
 from fpfs.core.units import format_size
 from fpfs.daemon import mounting
 
@@ -119,10 +120,10 @@ class Ending:
         if self._connection_ended.is_set():
             return
         try:
-            await trio.to_thread.run_sync(mounting.unmount, self._mountpoint)
+            await run_alone(mounting.unmount, self._mountpoint)
         except Refused:
             detach = functools.partial(mounting.unmount, self._mountpoint, lazy=True)
-            await trio.to_thread.run_sync(detach)
+            await run_alone(detach)
             _log.warning("files were open at the end: programs that use them get errors from now")
             await self._flush()
             if not self._control.abort():
@@ -155,9 +156,9 @@ class Ending:
         entry = mount_at(self._mountpoint)
         if entry is None or entry.device != self._device:
             return
-        if await trio.to_thread.run_sync(mounting.is_dead, entry):
+        if await run_alone(mounting.is_dead, entry):
             _log.error("serving ended by an error: taking the mount away")
-            await trio.to_thread.run_sync(mounting.detach, entry)
+            await run_alone(mounting.detach, entry)
 
     def describe(self, number: int) -> str:
         """Why the connection ended, for the log. ENODEV says both: unmounted, and aborted."""

@@ -21,9 +21,8 @@ from fpfs.core.reports import (
 )
 from fpfs.core.statistics import DeviceStatistics, EngineStatistics
 from fpfs.daemon.asides import signal_name
-from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.catalog_aside import Partial
-from fpfs.daemon.catalog_copies import CopyStatus
+from fpfs.daemon.catalog_copies import CopyStatus, look_at
 from fpfs.daemon.catalog_groups import Uncommitted
 from fpfs.daemon.commit import CommitFailure, CommitStatistics
 from fpfs.daemon.registry import Member
@@ -170,14 +169,14 @@ def uncommitted_status(found: Sequence[Uncommitted]) -> tuple[UncommittedStatus,
     )
 
 
-def catalog_status(catalog: Catalog) -> CatalogStatus:
-    """Status of the catalog's copies."""
-    copies = tuple(
-        CatalogCopyStatus(path=copy.path, trouble=copy.trouble) for copy in catalog.copies()
+def catalog_status(copies: Sequence[CopyStatus]) -> CatalogStatus:
+    """Status of the catalog's copies. Blocks: it looks for their files."""
+    found = tuple(
+        CatalogCopyStatus(path=copy.path, trouble=copy.trouble) for copy in look_at(copies)
     )
     return CatalogStatus(
-        copies_in_service=sum(not copy.trouble for copy in copies),
-        copies=copies,
+        copies_in_service=sum(not copy.trouble for copy in found),
+        copies=found,
     )
 
 

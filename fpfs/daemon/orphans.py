@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from fpfs.core.engine import ObjectId
+from fpfs.core.threads import run_alone
 from fpfs.daemon.catalog_contents import list_known_objects
 from fpfs.daemon.catalog_schema import flush_directory
 
@@ -61,13 +62,13 @@ async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceD
 
 async def _collect_device(catalog: Catalog, engine: Engine, device: DeviceDirectory) -> int:
     id_end = catalog.object_base << 32
-    ids = await trio.to_thread.run_sync(_list_ids, device.objects_path, id_end)
+    ids = await run_alone(_list_ids, device.objects_path, id_end)
     count = 0
     for first in range(0, len(ids), BATCH):
         await trio.lowlevel.checkpoint_if_cancelled()
         count += await _collect_batch(catalog, engine, device.number, ids[first : first + BATCH])
     # What the dead server had removed must not come back either, once nobody looks for it.
-    await trio.to_thread.run_sync(_flush_folders, device.objects_path)
+    await run_alone(_flush_folders, device.objects_path)
     return count
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 import fpfs
+from fpfs.daemon.catalog_copies import look_at
 from fpfs.daemon.moment import gather
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.core.statistics import EngineStatistics
     from fpfs.daemon.catalog import Catalog
+    from fpfs.daemon.catalog_copies import CopyStatus
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.exported import DeviceFigures, Figures
     from fpfs.daemon.keeper import KeeperLink
@@ -56,6 +58,7 @@ class Scrape:
         self._commit = commit
         self._link = link
         self._restarts = restarts
+        self._looking = trio.CapacityLimiter(1)
 
     async def serve(self, listener: socket.socket | None, *, open_to_others: bool) -> None:
         """Serve metrics until cancelled. What fails here is logged, and the mount goes on."""
@@ -75,7 +78,9 @@ class Scrape:
         from fpfs.daemon.exported import render
 
         figures = await self.figures()
-        return await trio.to_thread.run_sync(lambda: render(figures, accept=accept))
+        return await trio.to_thread.run_sync(
+            lambda: render(figures, accept=accept), limiter=self._looking
+        )
 
     async def figures(self) -> Figures:
         """Figures of now."""
@@ -89,6 +94,9 @@ class Scrape:
             namespace=self._namespace,
             commit=self._commit,
         )
+        devices, copies = await trio.to_thread.run_sync(
+            _look, members, moment.engine, self._catalog.copies(), limiter=self._looking
+        )
         return Figures(
             mountpoint=self._config.mountpoint,
             version=fpfs.__version__,
@@ -96,7 +104,7 @@ class Scrape:
             restarts=self._restarts,
             started_unix_s=self._link.started_unix_s,
             engine=moment.engine,
-            devices=await trio.to_thread.run_sync(_device_figures, members, moment.engine),
+            devices=devices,
             ack_to_durable=moment.ack_to_durable,
             files_written=moment.files_written,
             bytes_pending=moment.bytes_pending,
@@ -106,8 +114,15 @@ class Scrape:
             transactions=moment.commit.transactions,
             versions_failed=len(moment.commit.failures),
             catalog_flushes=moment.catalog_flushes,
-            catalog_copies=moment.catalog_copies_in_service,
+            catalog_copies=sum(not copy.trouble for copy in copies),
         )
+
+
+def _look(
+    members: Sequence[Member], statistics: EngineStatistics, copies: Sequence[CopyStatus]
+) -> tuple[Sequence[DeviceFigures], Sequence[CopyStatus]]:
+    """What filesystems have to be asked for. Blocks."""
+    return _device_figures(members, statistics), look_at(copies)
 
 
 def _device_figures(

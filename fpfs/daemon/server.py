@@ -41,6 +41,7 @@ from fpfs.core.mounts import mount_at
 from fpfs.core.native_engine import NativeEngine
 from fpfs.core.refusal import Refused
 from fpfs.core.reports import Flushed, RecoveryStatus
+from fpfs.core.threads import run_alone
 from fpfs.daemon import mounting, orphans
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.commit import Commit
@@ -350,7 +351,7 @@ class Server:
             asked=self._config.asked,
             held_fds=[fd for fd in (self._link.fileno(), self._config.ready_fd) if fd >= 0],
         )
-        fuse_fd = await trio.to_thread.run_sync(mount)
+        fuse_fd = await run_alone(mount)
         return self._hold_mount(fuse_fd), fuse_fd
 
     def _connection(self) -> Connection:
@@ -437,7 +438,7 @@ class Server:
             self._namespace.close()
             devices = self._engine.statistics().devices.values()
             has_failed = any(each.failed or each.errors for each in devices)
-            await trio.to_thread.run_sync(self._engine.close)
+            await run_alone(self._engine.close)
             if self._changes.registry.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
@@ -459,7 +460,7 @@ async def settle_devices(
     for lock in devices.unlock_strangers():
         link.let_go(lock)
     if has_changed:
-        await trio.to_thread.run_sync(devices.devices_changed, catalog.devices)
+        await run_alone(devices.devices_changed, catalog.devices)
 
 
 async def serve(
@@ -487,7 +488,7 @@ async def serve(
                 *missing[:2],
                 missing.trouble,
             )
-        catalog = await trio.to_thread.run_sync(open_catalog, devices)
+        catalog = await run_alone(open_catalog, devices)
         try:
             is_degraded = config.options.degraded or inherited is not None
             await settle_devices(

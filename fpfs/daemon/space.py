@@ -1,6 +1,7 @@
 """Space: size and free space of the devices, each backing filesystem counted once.
 
-Concurrency: trio thread; the system calls run in trio's threads.
+Concurrency: trio thread; the system calls run in threads, those of programs that ask for statfs(2)
+apart from those of removals and of new files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ TIGHT_BYTES = 256 * 1024 * 1024
 TIGHT_SHARE = 1 / 20
 
 
+THREADS = 4
+"""Threads for each kind of question. Where a filesystem does not answer, who asks next waits."""
+
+
 class Space(NamedTuple):
     """Figures of statfs(2); blocks are of `block_bytes`."""
 
@@ -45,13 +50,16 @@ class DeviceSpace:
     def __init__(self, paths: Callable[[], Mapping[int, str]]) -> None:
         """Measure the filesystems of the directories that `paths` names then, by device."""
         self._paths = paths
+        self._measuring = trio.CapacityLimiter(THREADS)
+        self._looking = trio.CapacityLimiter(THREADS)
+        self._comparing = trio.CapacityLimiter(THREADS)
 
     async def measure(self, *, inode_count: int) -> Space:
         """Return the figures of now, for a filesystem of `inode_count` inodes.
 
         More inodes can be made as long as the backing filesystems have some for objects.
         """
-        figures = await trio.to_thread.run_sync(_figures, list(self._paths().values()))
+        figures = await self._figures(self._measuring)
         inodes_free = sum(f.f_favail for f in figures)
         return Space(
             block_bytes=BLOCK_BYTES,
@@ -67,7 +75,7 @@ class DeviceSpace:
 
     async def is_tight(self, *, wanted_bytes: int) -> bool:
         """Whether some device is nearly full, or has less than is likely to be wanted next."""
-        figures = await trio.to_thread.run_sync(_figures, list(self._paths().values()))
+        figures = await self._figures(self._looking)
         return any(
             f.f_bavail * f.f_frsize
             < max(wanted_bytes, TIGHT_BYTES, f.f_blocks * f.f_frsize * TIGHT_SHARE)
@@ -76,10 +84,14 @@ class DeviceSpace:
 
     async def free_by_device(self) -> dict[int, int]:
         """Return the free space of each device; one that is lost has none."""
-        return await trio.to_thread.run_sync(_free_bytes, self._paths())
+        return await trio.to_thread.run_sync(free_bytes, self._paths(), limiter=self._comparing)
+
+    async def _figures(self, limiter: trio.CapacityLimiter) -> list[os.statvfs_result]:
+        paths = list(self._paths().values())
+        return await trio.to_thread.run_sync(_figures, paths, limiter=limiter)
 
 
-def _free_bytes(paths: Mapping[int, str]) -> dict[int, int]:
+def free_bytes(paths: Mapping[int, str]) -> dict[int, int]:
     """Return the free space of devices by number (blocks: run in a thread)."""
     found = {}
     for number, path in paths.items():

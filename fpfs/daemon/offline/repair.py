@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from fpfs.core.refusal import Refused
+from fpfs.core.threads import run_alone
 from fpfs.daemon.catalog import Catalog
 from fpfs.daemon.offline.image import DATABASE
 
@@ -100,9 +101,7 @@ async def _change_catalog(devices: DeviceSet, statements: Sequence[Statement]) -
             transaction.execute(*statement)
 
     # Which makes a copy anew that cannot be used.
-    catalog = await trio.to_thread.run_sync(
-        lambda: Catalog.open(*paths, filesystem_id=devices.filesystem_id)
-    )
+    catalog = await run_alone(lambda: Catalog.open(*paths, filesystem_id=devices.filesystem_id))
     try:
         await catalog.write_many(change)
         await catalog.make_durable()
