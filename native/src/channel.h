@@ -100,8 +100,9 @@ class Channel {
   // Closes the connection's descriptors and joins the threads.
   void stop();
   void complete_write(uint64_t ticket, int error) EXCLUDES(sync_mutex_);
-  // Drops the kernel's pages and attributes of an inode, then runs `then`, in a thread of its own.
-  void invalidate(uint64_t ino, std::function<void()> then);
+  // Drops the kernel's attributes of an inode, and its pages of a range (length -1: to the end),
+  // then runs `then`, in a thread of its own.
+  void invalidate(uint64_t ino, int64_t offset, int64_t length, std::function<void()> then);
   // Drops its attributes alone, before it returns: nobody can keep the kernel from that.
   void invalidate_attributes(uint64_t ino);
   // Tells `then`, in that thread, whether the kernel refers to an inode: true where it cannot say.
@@ -165,8 +166,9 @@ class Channel {
   static void gather(Receiver& r, size_t bytes);
   void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
   bool attempt(ParkedWrite& write);
-  void finish_write(const ParkedWrite& write, int error);
-  void finish_change(const Done& done, uint64_t ino, bool sync);
+  void finish_write(const ParkedWrite& write, const Outcome& outcome);
+  void drop_pages(const std::shared_ptr<File>& file, uint64_t offset, size_t length,
+                  std::function<void()> then);
   void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
   uint64_t keep_unanswered(const Done& done) EXCLUDES(sync_mutex_);
   void note_writer(Handle& handle, uint64_t owner);
@@ -210,7 +212,7 @@ class Channel {
   void flush_backlog() EXCLUDES(relay_mutex_);
   void patch_open_reply(char* message, size_t bytes, size_t open_offset);
 
-  int notify_inode(uint64_t ino, int64_t offset);
+  int notify_inode(uint64_t ino, int64_t offset, int64_t length);
   int notify(int code, std::vector<iovec> body);
 
   void reply(uint64_t unique, int error, const void* body = nullptr, size_t body_bytes = 0);

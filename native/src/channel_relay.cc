@@ -294,20 +294,20 @@ void Channel::patch_open_reply(char* message, size_t bytes, size_t open_offset) 
 
 // In a thread of its own: the kernel may wait here for pages that readers hold until a channel
 // thread has answered them.
-void Channel::invalidate(uint64_t ino, std::function<void()> then) {
-  notifier_.post([this, ino, then = std::move(then)] {
-    notify_inode(ino, 0);
+void Channel::invalidate(uint64_t ino, int64_t offset, int64_t length, std::function<void()> then) {
+  notifier_.post([this, ino, offset, length, then = std::move(then)] {
+    notify_inode(ino, offset, length);
     then();
   });
 }
 
 void Channel::invalidate_attributes(uint64_t ino) {
-  notify_inode(ino, kNoPages);  // which tells of errors
+  notify_inode(ino, kNoPages, 0);  // which tells of errors
 }
 
 void Channel::find_out(uint64_t ino, std::function<void(bool known)> then) {
   notifier_.post(
-      [this, ino, then = std::move(then)] { then(notify_inode(ino, kNoPages) != ENOENT); });
+      [this, ino, then = std::move(then)] { then(notify_inode(ino, kNoPages, 0) != ENOENT); });
 }
 
 // The kernel takes the directory's lock for it, which somebody may hold for as long as he likes: a
@@ -325,12 +325,12 @@ void Channel::invalidate_name(uint64_t directory, std::string name) {
   });
 }
 
-// Its attributes, and its pages from an offset on.
-int Channel::notify_inode(uint64_t ino, int64_t offset) {
+// Its attributes, and its pages of a range.
+int Channel::notify_inode(uint64_t ino, int64_t offset, int64_t length) {
   fuse_notify_inval_inode_out body{};
   body.ino = ino;
   body.off = offset;
-  body.len = -1;
+  body.len = length;
   return notify(FUSE_NOTIFY_INVAL_INODE, {{&body, sizeof body}});
 }
 

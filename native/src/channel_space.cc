@@ -204,6 +204,9 @@ void Channel::handle_copy(const FuseRequest& request) {
   const std::shared_ptr<Handle> from = engine_.handle(in.fh_in);
   const std::shared_ptr<Handle> to = engine_.handle(in.fh_out);
   if (from == nullptr || to == nullptr) return reply(request.unique(), EBADF);
+  // Afterwards the kernel would throw away what a map has changed beside the range, on its first
+  // and its last page. Without this request it reads and writes.
+  if (to->file->has_kept_pages()) return reply(request.unique(), EOPNOTSUPP);
   note_writer(*to, kOwnerUnknown);  // the kernel does not say who
   const bool sync = waits_for_changes(*to);
   if (sync) let_releases_pass();
@@ -241,7 +244,11 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
         if (!waiting->given_up) return false;
         outcome = Outcome::failed(EINTR);
       }
-      written.set(outcome.error);
+      if (outcome.pages_are_old) {  // somebody has mapped it since the copy began
+        drop_pages(to, at, read.bytes, [&written] { written.set(0); });
+      } else {
+        written.set(outcome.error);
+      }
       return true;
     };
     if (!attempt()) engine_.park(attempt);
@@ -249,7 +256,7 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     if (error == 0) copied += read.bytes;
   }
   if (copied == 0 && error != 0) return reply(waiting->unique, error);
-  finish_change({waiting->unique, static_cast<uint32_t>(copied), 0}, to->ino(), sync);
+  finish({waiting->unique, static_cast<uint32_t>(copied), 0}, to->ino(), sync);
 }
 
 }  // namespace fpfs

@@ -45,15 +45,15 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   }
   note_write(r, file, arguments.offset + arguments.size);
 
-  const Outcome outcome =
-      file->write(arguments.offset, arguments.size, r.payload, &r.spare, &r.lease);
+  const Outcome outcome = file->write(arguments.offset, arguments.size, r.payload, &r.spare,
+                                      &r.lease, arguments.source());
   auto write = std::make_unique<ParkedWrite>(request);
   write->arguments = arguments;
   write->file = file;
   write->received_ns = r.received_ns;
   const bool waits =
       outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome);
-  if (!waits) return finish_write(*write, outcome.error);
+  if (!waits) return finish_write(*write, outcome);
   park_write(r, std::move(write));
 }
 
@@ -104,8 +104,8 @@ bool Channel::attempt(ParkedWrite& write) {
     if (write.finished) return true;
     Payload payload;
     payload.add(write.buffer, write.arguments.size);
-    outcome =
-        write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr, nullptr);
+    outcome = write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr,
+                                nullptr, write.arguments.source());
     if (outcome.progress == Progress::Wait || engine_.waits_for_room(write.file->ino(), outcome)) {
       if (!write.given_up) return false;
       outcome = Outcome::failed(EINTR);
@@ -114,24 +114,32 @@ bool Channel::attempt(ParkedWrite& write) {
   }
   statistics_.parked_now.fetch_sub(1);
   landing_pool_.give(write.buffer);
-  finish_write(write, outcome.error);
+  finish_write(write, outcome);
   end_waiting(write.unique);
   return true;
 }
 
 // Answers a write whose bytes are staged, or that failed.
-void Channel::finish_write(const ParkedWrite& write, int error) {
-  if (error != 0) return reply(write.unique, error);
-  const Done done{write.unique, write.arguments.size, write.received_ns};
-  // (Pages that are being written are locked: invalidating those would wait for this reply.)
-  if (write.arguments.from_page_cache) return finish(done, write.file->ino(), write.arguments.sync);
-  finish_change(done, write.file->ino(), write.arguments.sync);
+void Channel::finish_write(const ParkedWrite& write, const Outcome& outcome) {
+  if (outcome.error != 0) return reply(write.unique, outcome.error);
+  const WriteArguments& arguments = write.arguments;
+  const Done done{write.unique, arguments.size, write.received_ns};
+  const uint64_t ino = write.file->ino();
+  if (!outcome.pages_are_old) return finish(done, ino, arguments.sync);
+  drop_pages(write.file, arguments.offset, arguments.size,
+             [this, done, ino, sync = arguments.sync] { finish(done, ino, sync); });
 }
 
-// A reader may have cached an old page between the kernel's own invalidation and now.
-void Channel::finish_change(const Done& done, uint64_t ino, bool sync) {
-  if (!engine_.has_cached_readers(ino)) return finish(done, ino, sync);
-  invalidate(ino, [this, done, ino, sync] { finish(done, ino, sync); });
+// Pages of bytes that have been written since the kernel read them. Those that a map has changed
+// are written back meanwhile, without these bytes. (Pages that come from the page cache are locked
+// while they are written: dropping those would wait for the reply.)
+void Channel::drop_pages(const std::shared_ptr<File>& file, uint64_t offset, size_t length,
+                         std::function<void()> then) {
+  invalidate(file->ino(), static_cast<int64_t>(offset), static_cast<int64_t>(length),
+             [file, offset, length, then = std::move(then)] {
+               file->pages_dropped(offset, length);
+               then();
+             });
 }
 
 // Answers what succeeded, at once or when it is durable.
@@ -249,6 +257,8 @@ void Channel::handle_read(const FuseRequest& request) {
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
   if (handle == nullptr) return reply(request.unique(), EBADF);
   const std::shared_ptr<File>& file = handle->file;
+  // Whoever calls read(2) on a handle that has no pages is named; a page is read for nobody.
+  if ((in.read_flags & FUSE_READ_LOCKOWNER) == 0) handle->keep_pages();
   if (const std::shared_ptr<ReadAhead> ahead = read_ahead_of(*handle); ahead != nullptr) {
     const uint64_t unique = request.unique();
     const bool is_taken = ahead->read(

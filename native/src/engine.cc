@@ -53,6 +53,12 @@ uint64_t boot_time_ms() {
 
 bool Handle::writable() const { return (flags & O_ACCMODE) != O_RDONLY; }
 
+void Handle::keep_pages() {
+  if (keeps_pages) return;
+  file->keep_pages();  // before the mark: who finds that may read at once
+  if (keeps_pages.exchange(true)) file->keep_no_pages();
+}
+
 Result<std::unique_ptr<Engine>> Engine::open(const EngineConfig& config) {
   std::unique_ptr<Engine> engine(new Engine(config));
   if (Status status = engine->start(); !status.ok()) {
@@ -233,7 +239,7 @@ void Engine::invalidate(uint64_t ino) {
   if (channel_ == nullptr) return;
   // At once: who opens the file next is not to read as much as another size says.
   channel_->invalidate_attributes(ino);
-  channel_->invalidate(ino, [] {});
+  channel_->invalidate(ino, 0, -1, [] {});
 }
 
 uint64_t Engine::find_out_known(uint64_t ino) {
@@ -300,7 +306,7 @@ std::shared_ptr<Handle> Engine::release_handle(uint64_t id) {
     handles_.erase(it);
     Counts& counts = counts_[gone->file->ino()];
     if (gone->writable()) last_writer = --counts.writers == 0;
-    if (gone->cached) --counts.cached;
+    if (gone->keeps_pages) gone->file->keep_no_pages();
     if (--counts.handles == 0) counts_.erase(gone->file->ino());
   }
   // Before the handle is forgotten: a restart has to know one of both.
@@ -354,16 +360,10 @@ std::shared_ptr<Handle> Engine::handle(uint64_t id) {
 
 bool Engine::set_cached(const std::shared_ptr<Handle>& handle) {
   const MutexLock lock(table_mutex_);
-  Counts& counts = counts_[handle->file->ino()];
+  const Counts& counts = counts_[handle->file->ino()];
   if (counts.writers != 0 || !handle->file->cached()) return false;
-  if (!handle->cached.exchange(true)) ++counts.cached;
+  handle->keep_pages();
   return true;
-}
-
-bool Engine::has_cached_readers(uint64_t ino) {
-  const MutexLock lock(table_mutex_);
-  const auto it = counts_.find(ino);
-  return it != counts_.end() && it->second.cached != 0;
 }
 
 // --- operations with a ticket ---

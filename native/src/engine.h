@@ -133,10 +133,11 @@ struct Handle {
   std::set<uint64_t> writers GUARDED_BY(mutex);  // who wrote through it
   // The signal that ended the last of them, when it closed because it was ended.
   std::atomic<int> killed_by{0};
-  std::atomic<bool> cached{false};                     // the kernel may keep its pages
+  std::atomic<bool> keeps_pages{false};                // the kernel may have read some through it
   std::shared_ptr<ReadAhead> ahead GUARDED_BY(mutex);  // of one who reads in sequence
 
   bool writable() const;
+  void keep_pages();
 };
 
 class Engine : public Plane {
@@ -222,8 +223,7 @@ class Engine : public Plane {
   std::vector<Released> take_released() EXCLUDES(released_mutex_);  // in the order of releases
   std::shared_ptr<Handle> handle(uint64_t handle) EXCLUDES(table_mutex_);
   // Readers whose pages the kernel caches, and handles that may write.
-  bool has_cached_readers(uint64_t ino) EXCLUDES(table_mutex_);
-  // Marks a read-only handle as cached unless the inode has writers.
+  // Lets the kernel keep the pages of a read-only handle unless the inode has writers.
   bool set_cached(const std::shared_ptr<Handle>& handle) EXCLUDES(table_mutex_);
 
   uint64_t drain(uint64_t ino, bool last);
@@ -297,7 +297,6 @@ class Engine : public Plane {
   struct Counts {
     uint32_t handles = 0;
     uint32_t writers = 0;
-    uint32_t cached = 0;
   };
   struct Member {
     std::unique_ptr<Device> device;

@@ -316,12 +316,9 @@ Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
     // Who wrote through it is forgotten, unless he has come to his end: the others did not write.
     const MutexLock lock(adopted->mutex);
     adopted->writers.insert(adopted->killed_by == 0 ? kOwnerUnknown : kOwnerGone);
-    return {};
   }
-  // The kernel may have pages of it from before.
-  const MutexLock lock(table_mutex_);
-  adopted->cached = true;
-  ++counts_.find(ino)->second.cached;
+  // The kernel may have pages of it from before: of a reader, or of a map.
+  if ((flags & O_ACCMODE) != O_WRONLY) adopted->keep_pages();
   return {};
 }
 

@@ -147,7 +147,13 @@ struct Payload {
   void copy_to(char* to, size_t from, size_t length) const;
   // Whether byte `from` was received at `place`.
   bool lies_at(const char* place, size_t from) const;
+  // The pieces of [from, from + length).
+  Payload part(size_t from, size_t length) const;
 };
+
+// What a write brings: what a caller gave to write(2), or a page that a map has changed. The kernel
+// writes such a page as a whole, with what it read of the rest of it before.
+enum class Source { Caller, Page };
 
 // The unused part of an open slot, lent to a channel thread as a receive buffer.
 struct Lease {
@@ -160,8 +166,10 @@ enum class Progress { Done, Wait };
 struct Outcome {
   Progress progress = Progress::Done;
   int error = 0;
-  static Outcome wait() { return {Progress::Wait, 0}; }
-  static Outcome failed(int error) { return {Progress::Done, error}; }
+  // The kernel may have pages from before this write: they have to go before it is answered.
+  bool pages_are_old = false;
+  static Outcome wait() { return {Progress::Wait, 0, false}; }
+  static Outcome failed(int error) { return {Progress::Done, error, false}; }
 };
 
 struct ReadJob;
@@ -222,9 +230,17 @@ class File : public std::enable_shared_from_this<File> {
   void end_lease(Lease* lease) EXCLUDES(mutex_);
   // Takes the payload. *spare is attached, and set to null, when the payload already lies in it as
   // it should (without one, spare or *spare is null); a lease whose slot was filled up is over
-  // afterwards. After Wait nothing has changed.
-  Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare, Lease* lease)
-      EXCLUDES(mutex_);
+  // afterwards. After Wait nothing has changed, but for bytes of a page that come again.
+  // When pages_are_old, bytes of pages for this range are left out until pages_dropped(): they are
+  // older than what the caller wrote.
+  Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare, Lease* lease,
+                Source source = Source::Caller) EXCLUDES(mutex_);
+  void pages_dropped(uint64_t offset, size_t length) EXCLUDES(mutex_);
+  // Counts the handles through which the kernel may have read pages that it keeps. Whoever reads
+  // for a page counts before that, so that a write after it knows.
+  void keep_pages() { page_keepers_.fetch_add(1); }
+  void keep_no_pages() { page_keepers_.fetch_sub(1); }
+  bool has_kept_pages() const { return page_keepers_ != 0; }
   // Seals `slot` if it is still an open slot of this file (arena pressure).
   bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
 
@@ -332,6 +348,8 @@ class File : public std::enable_shared_from_this<File> {
   Outcome zero_recovered_tails(Actions& actions) REQUIRES(mutex_);
 
   // file_write.cc
+  Outcome write_page(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                     Lease* lease, Actions& actions) REQUIRES(mutex_);
   std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
   bool has_buffers(const std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
   bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare, int thread,
@@ -428,9 +446,12 @@ class File : public std::enable_shared_from_this<File> {
   std::atomic<uint64_t> chunk_bytes_;  // as in placement_, for guesses
   std::atomic<Ack> ack_{Ack::Early};
   std::atomic<bool> cached_{true};
+  std::atomic<uint32_t> page_keepers_{0};
   std::atomic<uint64_t> read_ahead_{0};
 
   mutable Mutex mutex_;
+  // [from, to) of writes that the kernel may have older pages of.
+  std::vector<std::pair<uint64_t, uint64_t>> overwritten_ GUARDED_BY(mutex_);
   Placement placement_ GUARDED_BY(mutex_);
   uint32_t depth_ GUARDED_BY(mutex_) = 0;  // see Flow
   uint32_t buffers_ GUARDED_BY(mutex_) = 0;

@@ -30,6 +30,21 @@ bool Payload::lies_at(const char* place, size_t from) const {
   return false;
 }
 
+Payload Payload::part(size_t from, size_t length) const {
+  Payload found;
+  for (size_t i = 0; i < count && length > 0; ++i) {
+    if (from >= pieces[i].length) {
+      from -= pieces[i].length;
+      continue;
+    }
+    const size_t n = std::min(length, pieces[i].length - from);
+    found.add(pieces[i].base + from, n);
+    length -= n;
+    from = 0;
+  }
+  return found;
+}
+
 // The part of a write that falls into one chunk.
 struct File::ChunkPiece {
   uint64_t chunk = 0;
@@ -359,17 +374,57 @@ Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payloa
   return {};
 }
 
+// Between the kernel's own dropping of the pages that a write(2) covers and the write itself a map
+// may have one of them read again, and be stored to.
+Outcome File::write_page(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                         Lease* lease, Actions& actions) {
+  if (overwritten_.empty()) {
+    return write_locked(offset, length, payload, spare, lease, true, actions);
+  }
+  const uint64_t end = offset + length;
+  Outcome outcome;
+  for (uint64_t at = offset; at < end;) {
+    uint64_t until = end;
+    uint64_t newer_until = at;
+    for (const auto& [from, to] : overwritten_) {
+      if (from <= at) newer_until = std::max(newer_until, to);
+      if (from > at) until = std::min(until, from);
+    }
+    if (newer_until > at) {
+      at = newer_until;
+      continue;
+    }
+    outcome = write_locked(at, until - at, payload.part(at - offset, until - at), nullptr, lease,
+                           true, actions);
+    if (outcome.progress == Progress::Wait || outcome.error != 0) break;
+    at = until;
+  }
+  return outcome;
+}
+
 Outcome File::write(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
-                    Lease* lease) {
+                    Lease* lease, Source source) {
   Actions actions;
   Outcome outcome;
   {
     const MutexLock lock(mutex_);
-    outcome = write_locked(offset, length, payload, spare, lease, true, actions);
-    if (outcome.progress == Progress::Done && outcome.error == 0) note_acknowledged(length);
+    outcome = source == Source::Page
+                  ? write_page(offset, length, payload, spare, lease, actions)
+                  : write_locked(offset, length, payload, spare, lease, true, actions);
+    if (outcome.progress == Progress::Done && outcome.error == 0) {
+      note_acknowledged(length);
+      outcome.pages_are_old = source == Source::Caller && length != 0 && has_kept_pages();
+      if (outcome.pages_are_old) overwritten_.emplace_back(offset, offset + length);
+    }
   }
   actions.run();
   return outcome;
+}
+
+void File::pages_dropped(uint64_t offset, size_t length) {
+  const MutexLock lock(mutex_);
+  const std::pair<uint64_t, uint64_t> range{offset, offset + length};
+  overwritten_.erase(std::find(overwritten_.begin(), overwritten_.end(), range));
 }
 
 bool File::seal_for_pressure(Slot* slot, uint64_t chunk) {

@@ -67,6 +67,7 @@ struct WriteArguments {
   uint32_t size = 0;
   uint64_t owner = kOwnerUnknown;
   bool from_page_cache = false;
+  Source source() const { return from_page_cache ? Source::Page : Source::Caller; }
   bool direct = false;  // O_DIRECT as the descriptor has it now
   bool kill_privileges = false;
   bool sync = false;

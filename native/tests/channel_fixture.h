@@ -124,6 +124,7 @@ class Kernel {
     in.fh = handle;
     in.offset = offset;
     in.size = size;
+    in.read_flags = FUSE_READ_LOCKOWNER;  // as of read(2)
     return bytes_of(in);
   }
   int write(uint64_t offset, const std::string& bytes, uint64_t handle = kHandle) {

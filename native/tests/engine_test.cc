@@ -69,6 +69,31 @@ TEST_CASE("engine: handles come and go for ever") {
   CHECK(fixture.engine().unload(1).ok());
 }
 
+TEST_CASE("engine: the kernel may have pages as long as a handle is open that they were read by") {
+  EngineFixture fixture;
+  Engine& engine = fixture.engine();
+  const auto file = fixture.load(1);
+  REQUIRE(engine.open_handle(1, 1, O_RDWR).ok());
+  CHECK_FALSE(file->has_kept_pages());
+  engine.handle(1)->keep_pages();
+  engine.handle(1)->keep_pages();
+  CHECK(file->has_kept_pages());
+  engine.release_handle(1);
+  CHECK_FALSE(file->has_kept_pages());
+
+  // Of a handle that comes from another server it is not known: what only writes has none.
+  REQUIRE(engine.adopt_handle(2, 1, O_WRONLY).ok());
+  CHECK_FALSE(file->has_kept_pages());
+  REQUIRE(engine.adopt_handle(3, 1, O_RDWR).ok());
+  CHECK(file->has_kept_pages());
+  REQUIRE(engine.adopt_handle(4, 1, O_RDONLY).ok());
+  engine.release_handle(3);
+  CHECK(file->has_kept_pages());
+  engine.release_handle(4);
+  CHECK_FALSE(file->has_kept_pages());
+  engine.release_handle(2);
+}
+
 TEST_CASE("engine: an object that was removed is gone when that is said") {
   EngineFixture fixture({.devices = 1});
   const std::shared_ptr<File> file = fixture.load(1);

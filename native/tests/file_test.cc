@@ -439,6 +439,67 @@ TEST_CASE("a small file equals a string under small operations") {
   CHECK(fixture.read(*fixture.load(10), 0, kInlineBytesMax) == model);
 }
 
+TEST_CASE("bytes of a page are left out where a caller wrote since it was read") {
+  for (const uint64_t size : {12'000ULL, 700'000ULL}) {  // inline, and over three chunks
+    CAPTURE(size);
+    EngineFixture fixture;
+    const auto file = fixture.load(1);
+    std::string model(size, 'o');
+    REQUIRE(fixture.write(*file, 0, model) == 0);
+    // Writes `filler` everywhere, in two pieces; returns whether pages are old then.
+    const auto write = [&](uint64_t from, uint64_t to, char filler, Source source) {
+      std::string bytes(to - from, filler);
+      Payload payload;
+      payload.add(bytes.data(), bytes.size() / 3);
+      payload.add(bytes.data() + bytes.size() / 3, bytes.size() - bytes.size() / 3);
+      Delivery<Outcome> done;
+      const auto attempt = [&] {
+        const Outcome outcome = file->write(from, bytes.size(), payload, nullptr, nullptr, source);
+        if (outcome.progress == Progress::Wait) return false;
+        done.put(outcome);
+        return true;
+      };
+      if (!attempt()) fixture.engine().park(attempt);
+      const Outcome outcome = done.wait();
+      REQUIRE(outcome.error == 0);
+      return outcome.pages_are_old;
+    };
+    const auto fill = [&](uint64_t from, uint64_t to, char filler) {
+      std::fill(model.begin() + static_cast<long>(from), model.begin() + static_cast<long>(to),
+                filler);
+    };
+    CHECK_FALSE(write(0, 10, 'a', Source::Caller));  // the kernel has no pages
+    file->keep_pages();
+    CHECK_FALSE(write(0, size, 'b', Source::Page));
+    const uint64_t half = size / 2;
+    CHECK(write(100, 200, 'c', Source::Caller));
+    CHECK(write(150, half, 'd', Source::Caller));
+    CHECK(write(half + 50, half + 51, 'e', Source::Caller));
+    CHECK_FALSE(write(0, size, 'f', Source::Page));
+    fill(0, size, 'f');
+    fill(100, 200, 'c');
+    fill(150, half, 'd');
+    fill(half + 50, half + 51, 'e');
+    CHECK((fixture.read(*file, 0, size) == model));
+
+    file->pages_dropped(150, half - 150);
+    CHECK_FALSE(write(50, size - 1, 'g', Source::Page));
+    fill(200, half + 50, 'g');
+    fill(half + 51, size - 1, 'g');
+    fill(50, 100, 'g');
+    CHECK((fixture.read(*file, 0, size) == model));
+
+    file->pages_dropped(100, 100);
+    file->pages_dropped(half + 50, 1);
+    file->keep_no_pages();
+    CHECK_FALSE(write(0, size, 'h', Source::Page));
+    CHECK_FALSE(write(10, 20, 'i', Source::Caller));
+    fill(0, size, 'h');
+    fill(10, 20, 'i');
+    CHECK((fixture.read(*file, 0, size) == model));
+  }
+}
+
 TEST_CASE("what cannot be in a file is refused, and changes nothing") {
   EngineFixture fixture;
   const std::shared_ptr<File> file = fixture.load(11);

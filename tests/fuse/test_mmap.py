@@ -139,6 +139,71 @@ def test_map_into_a_hole(target: Target, directory: Path) -> None:
     assert (len(content), content[2**20 + 1], content.count(0)) == (size, 7, size - 1)
 
 
+PAGES = 2048
+
+RACING_STORER = """
+import mmap, os, sys
+mapped = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)
+print("mapped", flush=True)
+for offset in range(100, len(mapped), 4096):
+    os.read(0, 1)
+    mapped[offset] = 7
+mapped.flush()
+print("stored", flush=True)
+"""
+
+
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY])
+def test_writes_and_stores_to_one_page_are_both_kept(
+    target: Target, directory: Path, flags: int
+) -> None:
+    """Each page is written to, and through a map stored to elsewhere, at the same time."""
+    path = directory / "file"
+    path.write_bytes(bytes(PAGES * 4096))
+    expected = bytearray(PAGES * 4096)
+    file = os.open(path, flags)
+    with python_child(RACING_STORER, path) as child:
+        expect_line(child, "mapped")
+        assert child.stdin is not None
+        go_on = child.stdin.fileno()
+        for page in range(PAGES):
+            at = page * 4096 + 2000
+            os.write(go_on, b"x")
+            os.pwrite(file, b"written", at)
+            expected[at : at + 7] = b"written"
+            expected[page * 4096 + 100] = 7
+        expect_line(child, "stored")
+    os.close(file)
+    assert_same(path.read_bytes(), expected)
+    target.remount()
+    assert_same(path.read_bytes(), expected)
+
+
+def test_a_range_is_copied_into_a_mapped_file(target: Target, directory: Path) -> None:
+    """copy_file_range(2) between bytes of pages that a map has changed."""
+    path = directory / "file"
+    expected = make(path, seed=7)
+    source = random_bytes(300_000, seed=8)
+    (directory / "source").write_bytes(source)
+    with (
+        path.open("r+b") as file,
+        (directory / "source").open("rb") as other,
+        mmap.mmap(file.fileno(), 0) as mapped,
+    ):
+        for offset in (5000, 305_200):
+            mapped[offset : offset + 5] = expected[offset : offset + 5] = b"store"
+        copied = 0
+        while copied < len(source):
+            copied += os.copy_file_range(
+                other.fileno(), file.fileno(), len(source) - copied, copied, 5100 + copied
+            )
+        expected[5100 : 5100 + len(source)] = source
+        assert_same(mapped[:], expected)
+    assert_same(path.read_bytes(), expected)
+    target.remount()
+    assert_same(path.read_bytes(), expected)
+
+
 STORER = """
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDWR)

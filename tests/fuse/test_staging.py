@@ -222,6 +222,61 @@ def test_a_waiting_writer_goes_on_when_the_devices_do(frozen_lab: tuple[Mount, F
     assert_same(path.read_bytes(), random_bytes(1_000_003, seed=3) * 24)
 
 
+PWRITER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY)
+print("open", flush=True)
+sys.stdin.readline()
+assert os.pwrite(fd, b"written", 2000) == 7
+print("written", flush=True)
+"""
+
+STORER = """
+import mmap, os, sys
+mapped = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)
+print("mapped", flush=True)
+sys.stdin.readline()
+mapped[100:106] = b"stored"
+print("stored", flush=True)
+sys.stdin.readline()
+mapped.flush()
+print("flushed", flush=True)
+"""
+
+
+@needs_lab
+def test_a_write_that_waits_is_not_lost_beside_a_map(frozen_lab: tuple[Mount, Freezer]) -> None:
+    """A page that is read and stored to while a write to it waits is older than that write."""
+    mount, freezer = frozen_lab
+    path = mount.root / "mapped"
+    path.write_bytes(bytes(4096))
+    mount.flush()
+    with (
+        python_child(FILLER, mount.root / "endless") as filler,
+        python_child(PWRITER, path) as writer,
+        python_child(STORER, path) as storer,
+    ):
+        expect_line(filler, "open")
+        expect_line(writer, "open")
+        expect_line(storer, "mapped")
+        freezer.freeze()
+        tell(filler)
+        wait_until_waiting(filler)
+        tell(writer)
+        wait_until_waiting(writer)
+        tell(storer)
+        expect_line(storer, "stored")
+        filler.kill()
+        freezer.thaw()
+        expect_line(writer, "written")
+        tell(storer)
+        expect_line(storer, "flushed")
+    expected = bytes(100) + b"stored" + bytes(1894) + b"written" + bytes(2089)
+    assert_same(path.read_bytes(), expected)
+    mount.remount()
+    assert_same(path.read_bytes(), expected)
+
+
 @needs_lab
 def test_names_are_served_while_staging_is_full(frozen_lab: tuple[Mount, Freezer]) -> None:
     """Readers of what is staged, and calls about names, do not wait behind writers."""
