@@ -195,7 +195,8 @@ class Worker:
                 return False
             if request.kind is RequestKind.READ:
                 self._run_read(request)
-            elif self._copies.reserve.held:
+            elif self._copies.reserve.held and not self._log_is_long():
+                # (A checkpoint that is due would wait for a moment without operations here.)
                 self._run_together([request])
                 self._watch()
             else:
@@ -466,14 +467,14 @@ class Worker:
         changes = self._changes_since_checkpoint()
         try:
             log_bytes = os.fstat(self._copies.log_descriptor).st_size
+            if changes == 0 or log_bytes <= LOG_BYTES_KEPT:
+                return False
+            if log_bytes > LOG_BYTES_MAX and changes > CHANGES_IDLE:
+                return True
+            device = os.fstatvfs(self._copies.log_descriptor)
         except OSError as error:
             log.debug("the catalog's log cannot be looked at: %s", error)
             return False
-        if changes == 0 or log_bytes <= LOG_BYTES_KEPT:
-            return False
-        if log_bytes > LOG_BYTES_MAX and changes > CHANGES_IDLE:
-            return True
-        device = os.fstatvfs(self._copies.log_descriptor)
         return log_bytes > device.f_bavail * device.f_frsize // 2
 
     def _checkpoint(self, mode: str) -> bool:

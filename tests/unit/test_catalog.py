@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import trio
@@ -33,7 +34,7 @@ from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
 from fpfs.daemon.catalog_contents import fetch_content
 from fpfs.daemon.catalog_names import NewInode
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION
+from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION, LOG_BYTES_KEPT
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
 from fpfs.daemon.reserve import RESERVE_BYTES
 from tests.support.catalogs import make_earlier
@@ -324,6 +325,30 @@ async def test_a_long_log_starts_over_and_shrinks(tmp_path: Path) -> None:
         lambda t: t.execute("SELECT count(*), min(value) FROM xattrs").fetchone()
     )
     assert stored == (200, bytes([29]) * 65536)
+    await catalog.close()
+
+
+@trio.testing.trio_test
+async def test_what_was_committed_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the device does not tell afterwards whether the log has room on it."""
+    catalog = Catalog.open(formatted(tmp_path))
+    runs = []
+
+    def refuse(_descriptor: int) -> NoReturn:
+        monkeypatch.undo()
+        raise OSError(errno.EIO, "as the test asked for")
+
+    def count(transaction: Transaction) -> None:
+        runs.append(store_value(transaction, 1, 201))
+
+    await catalog.write(lambda t: [store_value(t, 1, row) for row in range(200)])
+    assert os.stat(f"{catalog.path}-wal").st_size > LOG_BYTES_KEPT
+    monkeypatch.setattr(os, "fstatvfs", refuse)
+    await catalog.write(count)
+    assert os.fstatvfs is not refuse, "it was asked"
+    assert len(runs) == 1
     await catalog.close()
 
 
