@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from fpfs.daemon.device_set import DeviceSet
 from fpfs.daemon.keeper import Inherited, Keeper, KeeperLink, KeeperState
 from fpfs.daemon.launch import Readiness, RefusalRecord, ServerConfig
 from fpfs.daemon.places import ARENA_FOLDER
-from fpfs.daemon.server import serve
+from fpfs.daemon.server import die, serve
 
 _log = logging.getLogger("fpfs.server")
 
@@ -109,6 +110,8 @@ def clean_up(mountpoint: str) -> None:
 
 def run_server(config: ServerConfig, link: KeeperLink, inherited: Inherited | None) -> int:
     """Serve a mount in this process until it ends; returns the exit status."""
+    # Whoever waits for a thread that ended would wait for ever.
+    threading.excepthook = lambda failed: die(failed.exc_value)
     ready = _Readiness(config, is_first=inherited is None)
     serving = functools.partial(serve, config, ready=ready.announce, link=link, inherited=inherited)
     try:

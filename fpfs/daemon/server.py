@@ -91,6 +91,13 @@ EXIT_DIED = 70
 _log = logging.getLogger("fpfs.server")
 
 
+def die(error: BaseException | None) -> NoReturn:
+    """End at once and leave everything as it is: the keeper starts another server."""
+    _log.critical("serving failed", exc_info=error)
+    logging.shutdown()
+    os._exit(EXIT_DIED)
+
+
 class Server:
     """One mounted filesystem, from the first request to the last."""
 
@@ -224,7 +231,7 @@ class Server:
                 control.leave_outcome(final)
                 self._link.ending()
             except Exception as error:  # noqa: BLE001 (another server takes over)
-                self._die(error)
+                die(error)
             finally:
                 with trio.CancelScope(shield=True):
                     await ending.leave_no_dead_mount()
@@ -295,13 +302,7 @@ class Server:
         try:
             await task(task_status=task_status)
         except Exception as error:  # noqa: BLE001 (whatever it was)
-            self._die(error)
-
-    def _die(self, error: Exception) -> NoReturn:
-        """End at once and leave everything as it is: the keeper starts another server."""
-        _log.critical("serving failed", exc_info=error)
-        logging.shutdown()
-        os._exit(EXIT_DIED)
+            die(error)
 
     async def _serve_metrics(self, listener: socket.socket | None) -> None:
         scrape = Scrape(

@@ -184,8 +184,8 @@ class Mount:
         problems = [
             line
             for line in lines
-            if _UNCAUGHT.match(line)
-            or (_PROBLEM.match(line) and not any(pattern.search(line) for pattern in excused))
+            if (_UNCAUGHT.match(line) or _PROBLEM.match(line))
+            and not any(pattern.search(line) for pattern in excused)
         ]
         missing = [
             pattern.pattern

@@ -144,3 +144,23 @@ def test_what_fails_beside_the_requests_ends_a_server_and_not_the_mount(
         assert mount.status().restarts == 1
         file.write(b"after")
     assert (mount.root / "file").read_bytes() == b"before, after"
+
+
+def test_a_thread_that_ends_ends_its_server_and_not_the_mount(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    """The catalog's, by an error of its checkpoint. Nobody waits for it any more."""
+    mount, orders = poisoned
+    mount.expect_log("fpfs.server: serving failed")
+    mount.expect_log(r"Traceback \(most recent call last\)")
+    mount.expect_log(DIED.format("exit status 70"))
+    orders.give("at-checkpoint", "once error")
+    for number in range(1000):  # more changes than the log is to hold for long
+        (mount.root / str(number)).write_bytes(b"x")
+    orders.wait_met("at-checkpoint")
+    (mount.root / "later").write_bytes(b"y")
+    mount.flush()
+    assert mount.status().restarts == 1
+    assert len(os.listdir(mount.root)) == 1001
+    mount.remount()
+    assert len(os.listdir(mount.root)) == 1001

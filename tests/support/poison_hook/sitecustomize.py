@@ -92,6 +92,7 @@ def come_to(point: str) -> None:
 def mark_points() -> None:
     """Let servers come to points: after each of these calls, but before those at the end."""
     from fpfs.daemon import mounting
+    from fpfs.daemon.catalog_worker import Worker
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import ControlServer
     from fpfs.daemon.controlled import ControlledServer
@@ -125,6 +126,13 @@ def mark_points() -> None:
         await converse(self, connection)
 
     ControlServer._converse = conversation
+    checkpoint = Worker._checkpoint
+
+    def checkpointing(self: Worker, mode: str) -> bool:
+        come_to("checkpoint")
+        return checkpoint(self, mode)
+
+    Worker._checkpoint = checkpointing
     closed = Commit.closed
 
     def closing(self: Commit, *arguments: object, **named: object) -> None:
