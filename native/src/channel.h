@@ -167,8 +167,8 @@ class Channel {
   void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
   bool attempt(ParkedWrite& write);
   void finish_write(const ParkedWrite& write, const Outcome& outcome);
-  void drop_pages(const std::shared_ptr<File>& file, uint64_t offset, size_t length,
-                  std::function<void()> then);
+  void drop_pages(const std::shared_ptr<File>& file, uint64_t overwrite, uint64_t offset,
+                  size_t length, std::function<void()> then);
   void finish(const Done& done, uint64_t ino, bool sync) EXCLUDES(sync_mutex_);
   uint64_t keep_unanswered(const Done& done) EXCLUDES(sync_mutex_);
   void note_writer(Handle& handle, uint64_t owner);
@@ -180,10 +180,8 @@ class Channel {
   void handle_read(const FuseRequest& request);
   std::shared_ptr<ReadAhead> read_ahead_of(Handle& handle);
   void reply_read(uint64_t unique, const std::vector<ReadAhead::Part>& parts);
-  void read_or_park(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
-                    uint32_t size);
-  bool start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
-                  uint32_t size);
+  void read_or_park(uint64_t unique, const std::shared_ptr<File>& file, const fuse_read_in& in);
+  bool start_read(uint64_t unique, const std::shared_ptr<File>& file, const fuse_read_in& in);
   void handle_flush(const FuseRequest& request);
   void handle_release(Receiver& r, const FuseRequest& request);
   void handle_lseek(const FuseRequest& request);

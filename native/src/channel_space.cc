@@ -225,6 +225,7 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
   const uint64_t length = std::min(in.len, kCopyBytesMax);
   uint64_t copied = 0;
   int error = waiting->given_up ? EINTR : 0;
+  bool drops_pages = false;
   char* buffer = engine_.copy_buffer();
   while (copied < length && error == 0) {
     WaitedRead read;
@@ -237,18 +238,18 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     Payload payload;
     payload.add(const_cast<char*>(read.data), read.bytes);
     Waiter written;
-    const auto attempt = [this, &waiting, &to, &payload, &written, &read,
+    const auto attempt = [this, &waiting, &to, &payload, &written, &read, &drops_pages,
                           at = in.off_out + copied] {
       Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
       if (outcome.progress == Progress::Wait || engine_.waits_for_room(to->ino(), outcome)) {
         if (!waiting->given_up) return false;
         outcome = Outcome::failed(EINTR);
       }
-      if (outcome.pages_are_old) {  // somebody has mapped it since the copy began
-        drop_pages(to, at, read.bytes, [&written] { written.set(0); });
-      } else {
-        written.set(outcome.error);
+      if (outcome.overwrite != 0) {  // somebody has mapped it since the copy began
+        drops_pages = true;
+        drop_pages(to, outcome.overwrite, at, read.bytes, [] {});
       }
+      written.set(outcome.error);
       return true;
     };
     if (!attempt()) engine_.park(attempt);
@@ -256,7 +257,10 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     if (error == 0) copied += read.bytes;
   }
   if (copied == 0 && error != 0) return reply(waiting->unique, error);
-  finish({waiting->unique, static_cast<uint32_t>(copied), 0}, to->ino(), sync);
+  const auto answer = [this, done = Done{waiting->unique, static_cast<uint32_t>(copied), 0}, to,
+                       sync] { finish(done, to->ino(), sync); };
+  if (!drops_pages) return answer();
+  notifier_.post(answer);  // behind the pages
 }
 
 }  // namespace fpfs

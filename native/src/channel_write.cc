@@ -125,19 +125,19 @@ void Channel::finish_write(const ParkedWrite& write, const Outcome& outcome) {
   const WriteArguments& arguments = write.arguments;
   const Done done{write.unique, arguments.size, write.received_ns};
   const uint64_t ino = write.file->ino();
-  if (!outcome.pages_are_old) return finish(done, ino, arguments.sync);
-  drop_pages(write.file, arguments.offset, arguments.size,
+  if (outcome.overwrite == 0) return finish(done, ino, arguments.sync);
+  drop_pages(write.file, outcome.overwrite, arguments.offset, arguments.size,
              [this, done, ino, sync = arguments.sync] { finish(done, ino, sync); });
 }
 
 // Pages of bytes that have been written since the kernel read them. Those that a map has changed
 // are written back meanwhile, without these bytes. (Pages that come from the page cache are locked
 // while they are written: dropping those would wait for the reply.)
-void Channel::drop_pages(const std::shared_ptr<File>& file, uint64_t offset, size_t length,
-                         std::function<void()> then) {
+void Channel::drop_pages(const std::shared_ptr<File>& file, uint64_t overwrite, uint64_t offset,
+                         size_t length, std::function<void()> then) {
   invalidate(file->ino(), static_cast<int64_t>(offset), static_cast<int64_t>(length),
-             [file, offset, length, then = std::move(then)] {
-               file->pages_dropped(offset, length);
+             [file, overwrite, then = std::move(then)] {
+               file->pages_dropped(overwrite);
                then();
              });
 }
@@ -232,6 +232,11 @@ bool Channel::look_at_interrupted() {
 
 // --- reading ---
 
+// Whoever calls read(2) on a handle that has no pages is named; a page is read for nobody.
+static bool is_for_page(const fuse_read_in& in) {
+  return (in.read_flags & FUSE_READ_LOCKOWNER) == 0;
+}
+
 struct Channel::FuseRead : ReadJob {
   Channel* channel = nullptr;
   uint64_t unique = 0;
@@ -257,17 +262,18 @@ void Channel::handle_read(const FuseRequest& request) {
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
   if (handle == nullptr) return reply(request.unique(), EBADF);
   const std::shared_ptr<File>& file = handle->file;
-  // Whoever calls read(2) on a handle that has no pages is named; a page is read for nobody.
-  if ((in.read_flags & FUSE_READ_LOCKOWNER) == 0) handle->keep_pages();
-  if (const std::shared_ptr<ReadAhead> ahead = read_ahead_of(*handle); ahead != nullptr) {
+  if (is_for_page(in)) handle->keep_pages();
+  const std::shared_ptr<ReadAhead> ahead = read_ahead_of(*handle);
+  // (What is overwritten has to be planned anew.)
+  if (ahead != nullptr && !file->is_being_overwritten()) {
     const uint64_t unique = request.unique();
     const bool is_taken = ahead->read(
         in.offset, in.size, [this, unique](const auto& parts) { reply_read(unique, parts); },
-        [this, unique, file, in] { read_or_park(unique, file, in.offset, in.size); });
+        [this, unique, file, in] { read_or_park(unique, file, in); });
     ahead->follow(in.offset, in.size);
     if (is_taken) return;
   }
-  read_or_park(request.unique(), file, in.offset, in.size);
+  read_or_park(request.unique(), file, in);
 }
 
 // Null where there is none: for those who write, and where the policy has none.
@@ -294,22 +300,22 @@ void Channel::reply_read(uint64_t unique, const std::vector<ReadAhead::Part>& pa
   reply_parts(unique, 0, std::move(body));
 }
 
-void Channel::read_or_park(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
-                           uint32_t size) {
-  if (start_read(unique, file, offset, size)) return;
-  engine_.park(
-      [this, unique, file, offset, size] { return start_read(unique, file, offset, size); });
+void Channel::read_or_park(uint64_t unique, const std::shared_ptr<File>& file,
+                           const fuse_read_in& in) {
+  if (start_read(unique, file, in)) return;
+  engine_.park([this, unique, file, in] { return start_read(unique, file, in); });
 }
 
-bool Channel::start_read(uint64_t unique, const std::shared_ptr<File>& file, uint64_t offset,
-                         uint32_t size) {
+bool Channel::start_read(uint64_t unique, const std::shared_ptr<File>& file,
+                         const fuse_read_in& in) {
   char* buffer = engine_.read_buffers().take();
   if (buffer == nullptr) return false;
   auto* job = new FuseRead();
   job->channel = this;
   job->unique = unique;
-  job->offset = offset;
-  job->length = size;
+  job->offset = in.offset;
+  job->length = in.size;
+  job->for_page = is_for_page(in);
   job->buffer = buffer;
   file->read(job);
   return true;

@@ -166,10 +166,11 @@ enum class Progress { Done, Wait };
 struct Outcome {
   Progress progress = Progress::Done;
   int error = 0;
-  // The kernel may have pages from before this write: they have to go before it is answered.
-  bool pages_are_old = false;
-  static Outcome wait() { return {Progress::Wait, 0, false}; }
-  static Outcome failed(int error) { return {Progress::Done, error, false}; }
+  // The number of a write that the kernel may have older pages of: these have to go before it is
+  // answered. 0: it has none.
+  uint64_t overwrite = 0;
+  static Outcome wait() { return {Progress::Wait, 0, 0}; }
+  static Outcome failed(int error) { return {Progress::Done, error, 0}; }
 };
 
 struct ReadJob;
@@ -231,16 +232,17 @@ class File : public std::enable_shared_from_this<File> {
   // Takes the payload. *spare is attached, and set to null, when the payload already lies in it as
   // it should (without one, spare or *spare is null); a lease whose slot was filled up is over
   // afterwards. After Wait nothing has changed, but for bytes of a page that come again.
-  // When pages_are_old, bytes of pages for this range are left out until pages_dropped(): they are
-  // older than what the caller wrote.
+  // After an overwrite, bytes of pages for its range are left out until pages_dropped(), or until a
+  // page is read anew: they are older than what the caller wrote.
   Outcome write(uint64_t offset, size_t length, const Payload& payload, Slot** spare, Lease* lease,
                 Source source = Source::Caller) EXCLUDES(mutex_);
-  void pages_dropped(uint64_t offset, size_t length) EXCLUDES(mutex_);
+  void pages_dropped(uint64_t overwrite) EXCLUDES(mutex_);
   // Counts the handles through which the kernel may have read pages that it keeps. Whoever reads
   // for a page counts before that, so that a write after it knows.
   void keep_pages() { page_keepers_.fetch_add(1); }
   void keep_no_pages() { page_keepers_.fetch_sub(1); }
   bool has_kept_pages() const { return page_keepers_ != 0; }
+  bool is_being_overwritten() EXCLUDES(mutex_);
   // Seals `slot` if it is still an open slot of this file (arena pressure).
   bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
 
@@ -350,6 +352,7 @@ class File : public std::enable_shared_from_this<File> {
   // file_write.cc
   Outcome write_page(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
                      Lease* lease, Actions& actions) REQUIRES(mutex_);
+  void page_read(uint64_t begin, uint64_t end) REQUIRES(mutex_);
   std::vector<ChunkPiece> pieces_of(uint64_t offset, size_t length) REQUIRES(mutex_);
   bool has_buffers(const std::vector<ChunkPiece>& pieces, Actions& actions) REQUIRES(mutex_);
   bool take_slots(std::vector<ChunkPiece>& pieces, const Payload& payload, Slot** spare, int thread,
@@ -450,8 +453,14 @@ class File : public std::enable_shared_from_this<File> {
   std::atomic<uint64_t> read_ahead_{0};
 
   mutable Mutex mutex_;
-  // [from, to) of writes that the kernel may have older pages of.
-  std::vector<std::pair<uint64_t, uint64_t>> overwritten_ GUARDED_BY(mutex_);
+  // What overwrites changed, where the kernel may have older pages.
+  struct Overwritten {
+    uint64_t overwrite = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+  std::vector<Overwritten> overwritten_ GUARDED_BY(mutex_);
+  uint64_t last_overwrite_ GUARDED_BY(mutex_) = 0;
   Placement placement_ GUARDED_BY(mutex_);
   uint32_t depth_ GUARDED_BY(mutex_) = 0;  // see Flow
   uint32_t buffers_ GUARDED_BY(mutex_) = 0;
@@ -575,6 +584,7 @@ struct ReadJob {
   std::atomic<int> error{0};
   unsigned phase = 0;
   uint64_t sequence = 0;  // of the file when it was planned
+  bool for_page = false;  // that the kernel has not
 
   // What holds all blocks that a read of `length` bytes touches.
   static constexpr size_t buffer_bytes(size_t length) {

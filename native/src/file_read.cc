@@ -164,6 +164,7 @@ void File::read(ReadJob* job) {
     job->file = shared_from_this();
     job->phase = plane_.read_begin();
     job->sequence = sequence_;
+    if (job->for_page) page_read(job->offset, job->offset + job->length);
     job->length = job->offset >= size_ ? 0 : std::min<uint64_t>(job->length, size_ - job->offset);
     job->base = round_down(job->offset, kBlockBytes);
     const uint64_t end = job->offset + job->length;

@@ -386,9 +386,9 @@ Outcome File::write_page(uint64_t offset, size_t length, const Payload& payload,
   for (uint64_t at = offset; at < end;) {
     uint64_t until = end;
     uint64_t newer_until = at;
-    for (const auto& [from, to] : overwritten_) {
-      if (from <= at) newer_until = std::max(newer_until, to);
-      if (from > at) until = std::min(until, from);
+    for (const Overwritten& newer : overwritten_) {
+      if (newer.begin <= at) newer_until = std::max(newer_until, newer.end);
+      if (newer.begin > at) until = std::min(until, newer.begin);
     }
     if (newer_until > at) {
       at = newer_until;
@@ -413,18 +413,34 @@ Outcome File::write(uint64_t offset, size_t length, const Payload& payload, Slot
                   : write_locked(offset, length, payload, spare, lease, true, actions);
     if (outcome.progress == Progress::Done && outcome.error == 0) {
       note_acknowledged(length);
-      outcome.pages_are_old = source == Source::Caller && length != 0 && has_kept_pages();
-      if (outcome.pages_are_old) overwritten_.emplace_back(offset, offset + length);
+      if (source == Source::Caller && length != 0 && has_kept_pages()) {
+        outcome.overwrite = ++last_overwrite_;
+        overwritten_.push_back({outcome.overwrite, offset, offset + length});
+      }
     }
   }
   actions.run();
   return outcome;
 }
 
-void File::pages_dropped(uint64_t offset, size_t length) {
+void File::pages_dropped(uint64_t overwrite) {
   const MutexLock lock(mutex_);
-  const std::pair<uint64_t, uint64_t> range{offset, offset + length};
-  overwritten_.erase(std::find(overwritten_.begin(), overwritten_.end(), range));
+  std::erase_if(overwritten_, [&](const Overwritten& each) { return each.overwrite == overwrite; });
+}
+
+bool File::is_being_overwritten() {
+  const MutexLock lock(mutex_);
+  return !overwritten_.empty();
+}
+
+// The kernel has none of these pages, else it would not ask: what it writes of them comes later.
+void File::page_read(uint64_t begin, uint64_t end) {
+  std::vector<Overwritten> left;
+  for (const Overwritten& each : overwritten_) {
+    if (each.begin < begin) left.push_back({each.overwrite, each.begin, std::min(each.end, begin)});
+    if (each.end > end) left.push_back({each.overwrite, std::max(each.begin, end), each.end});
+  }
+  overwritten_ = std::move(left);
 }
 
 bool File::seal_for_pressure(Slot* slot, uint64_t chunk) {

@@ -107,7 +107,8 @@ class EngineFixture {
   }
 
   // The bytes in `result`; returns the error.
-  int try_read(File& file, uint64_t offset, size_t length, std::string* result) {
+  int try_read(File& file, uint64_t offset, size_t length, std::string* result,
+               bool for_page = false) {
     struct Job : ReadJob {
       Delivery<int> finished;
       std::string* to = nullptr;
@@ -123,13 +124,14 @@ class EngineFixture {
     job.offset = offset;
     job.length = length;
     job.buffer = buffer.data();
+    job.for_page = for_page;
     file.read(&job);
     return job.finished.wait();
   }
 
-  std::string read(File& file, uint64_t offset, size_t length) {
+  std::string read(File& file, uint64_t offset, size_t length, bool for_page = false) {
     std::string result;
-    REQUIRE(try_read(file, offset, length, &result) == 0);
+    REQUIRE(try_read(file, offset, length, &result, for_page) == 0);
     return result;
   }
 

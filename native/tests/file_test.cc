@@ -439,64 +439,105 @@ TEST_CASE("a small file equals a string under small operations") {
   CHECK(fixture.read(*fixture.load(10), 0, kInlineBytesMax) == model);
 }
 
+// A file of which the kernel may have pages, and what is to be in it.
+class FileWithPages {
+ public:
+  explicit FileWithPages(uint64_t size) : model_(size, 'o') {
+    REQUIRE(fixture_.write(file(), 0, model_) == 0);
+  }
+  File& file() { return *file_; }
+  // Writes in two pieces; returns the overwrite's number.
+  uint64_t write(uint64_t from, uint64_t to, char filler, Source source) {
+    std::string bytes(to - from, filler);
+    Payload payload;
+    payload.add(bytes.data(), bytes.size() / 3);
+    payload.add(bytes.data() + bytes.size() / 3, bytes.size() - bytes.size() / 3);
+    Delivery<Outcome> done;
+    const auto attempt = [&] {
+      const Outcome outcome = file().write(from, bytes.size(), payload, nullptr, nullptr, source);
+      if (outcome.progress == Progress::Wait) return false;
+      done.put(outcome);
+      return true;
+    };
+    if (!attempt()) fixture_.engine().park(attempt);
+    const Outcome outcome = done.wait();
+    REQUIRE(outcome.error == 0);
+    return outcome.overwrite;
+  }
+  std::string read(uint64_t from, uint64_t to, bool for_page) {
+    return fixture_.read(file(), from, to - from, for_page);
+  }
+  void expect(uint64_t from, uint64_t to, char filler) {
+    model_.replace(from, to - from, to - from, filler);
+  }
+  bool is_as_expected() { return read(0, model_.size(), false) == model_; }
+
+ private:
+  EngineFixture fixture_;
+  std::shared_ptr<File> file_ = fixture_.load(1);
+  std::string model_;
+};
+
 TEST_CASE("bytes of a page are left out where a caller wrote since it was read") {
   for (const uint64_t size : {12'000ULL, 700'000ULL}) {  // inline, and over three chunks
     CAPTURE(size);
-    EngineFixture fixture;
-    const auto file = fixture.load(1);
-    std::string model(size, 'o');
-    REQUIRE(fixture.write(*file, 0, model) == 0);
-    // Writes `filler` everywhere, in two pieces; returns whether pages are old then.
-    const auto write = [&](uint64_t from, uint64_t to, char filler, Source source) {
-      std::string bytes(to - from, filler);
-      Payload payload;
-      payload.add(bytes.data(), bytes.size() / 3);
-      payload.add(bytes.data() + bytes.size() / 3, bytes.size() - bytes.size() / 3);
-      Delivery<Outcome> done;
-      const auto attempt = [&] {
-        const Outcome outcome = file->write(from, bytes.size(), payload, nullptr, nullptr, source);
-        if (outcome.progress == Progress::Wait) return false;
-        done.put(outcome);
-        return true;
-      };
-      if (!attempt()) fixture.engine().park(attempt);
-      const Outcome outcome = done.wait();
-      REQUIRE(outcome.error == 0);
-      return outcome.pages_are_old;
-    };
-    const auto fill = [&](uint64_t from, uint64_t to, char filler) {
-      std::fill(model.begin() + static_cast<long>(from), model.begin() + static_cast<long>(to),
-                filler);
-    };
-    CHECK_FALSE(write(0, 10, 'a', Source::Caller));  // the kernel has no pages
-    file->keep_pages();
-    CHECK_FALSE(write(0, size, 'b', Source::Page));
     const uint64_t half = size / 2;
-    CHECK(write(100, 200, 'c', Source::Caller));
-    CHECK(write(150, half, 'd', Source::Caller));
-    CHECK(write(half + 50, half + 51, 'e', Source::Caller));
-    CHECK_FALSE(write(0, size, 'f', Source::Page));
-    fill(0, size, 'f');
-    fill(100, 200, 'c');
-    fill(150, half, 'd');
-    fill(half + 50, half + 51, 'e');
-    CHECK((fixture.read(*file, 0, size) == model));
+    FileWithPages pages(size);
+    CHECK(pages.write(0, 10, 'a', Source::Caller) == 0);  // the kernel has none
+    pages.file().keep_pages();
+    CHECK(pages.write(0, size, 'b', Source::Page) == 0);
+    const uint64_t first = pages.write(100, 200, 'c', Source::Caller);
+    const uint64_t second = pages.write(150, half, 'd', Source::Caller);
+    const uint64_t third = pages.write(half + 50, half + 51, 'e', Source::Caller);
+    CHECK((first != 0 && second != 0 && third != 0));
+    CHECK(pages.write(0, size, 'f', Source::Page) == 0);
+    pages.expect(0, size, 'f');
+    pages.expect(100, 200, 'c');
+    pages.expect(150, half, 'd');
+    pages.expect(half + 50, half + 51, 'e');
+    CHECK(pages.is_as_expected());
 
-    file->pages_dropped(150, half - 150);
-    CHECK_FALSE(write(50, size - 1, 'g', Source::Page));
-    fill(200, half + 50, 'g');
-    fill(half + 51, size - 1, 'g');
-    fill(50, 100, 'g');
-    CHECK((fixture.read(*file, 0, size) == model));
+    pages.file().pages_dropped(second);
+    pages.write(50, size - 1, 'g', Source::Page);
+    pages.expect(50, 100, 'g');
+    pages.expect(200, half + 50, 'g');
+    pages.expect(half + 51, size - 1, 'g');
+    CHECK(pages.is_as_expected());
 
-    file->pages_dropped(100, 100);
-    file->pages_dropped(half + 50, 1);
-    file->keep_no_pages();
-    CHECK_FALSE(write(0, size, 'h', Source::Page));
-    CHECK_FALSE(write(10, 20, 'i', Source::Caller));
-    fill(0, size, 'h');
-    fill(10, 20, 'i');
-    CHECK((fixture.read(*file, 0, size) == model));
+    pages.file().pages_dropped(first);
+    pages.file().pages_dropped(third);
+    pages.file().keep_no_pages();
+    pages.write(0, size, 'h', Source::Page);
+    pages.expect(0, size, 'h');
+    CHECK(pages.write(10, 20, 'i', Source::Caller) == 0);
+    pages.expect(10, 20, 'i');
+    CHECK(pages.is_as_expected());
+  }
+}
+
+TEST_CASE("bytes that are read anew for a page are not older than what a caller wrote") {
+  for (const uint64_t size : {12'000ULL, 700'000ULL}) {
+    CAPTURE(size);
+    FileWithPages pages(size);
+    pages.file().keep_pages();
+    const uint64_t first = pages.write(100, 8000, 'a', Source::Caller);
+    const uint64_t second = pages.write(5000, 9000, 'b', Source::Caller);
+    CHECK(pages.read(6000, 7000, false) == std::string(1000, 'b'));  // for a caller
+    CHECK(pages.read(4096, 8192, true).substr(904) == std::string(3192, 'b'));
+    pages.write(0, 12'000, 'c', Source::Page);
+    pages.expect(0, 100, 'c');
+    pages.expect(100, 4096, 'a');
+    pages.expect(4096, 8192, 'c');
+    pages.expect(8192, 9000, 'b');
+    pages.expect(9000, 12'000, 'c');
+    CHECK(pages.is_as_expected());
+    CHECK(pages.file().is_being_overwritten());
+    pages.file().pages_dropped(first);
+    pages.file().pages_dropped(second);
+    CHECK_FALSE(pages.file().is_being_overwritten());
+    pages.write(0, 12'000, 'd', Source::Page);
+    pages.expect(0, 12'000, 'd');
+    CHECK(pages.is_as_expected());
   }
 }
 
