@@ -20,7 +20,6 @@ run in trio's own threads, on a descriptor of their own, and do not hold up oper
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
@@ -340,21 +339,20 @@ class Catalog:
 
         One that fails is put out of service: the kernel may have dropped what it could not write.
         """
-        leader = self._copies.path
         error: OSError | None = None
+        is_flushed = False
         async with trio.open_nursery() as nursery:
             if self._copies.has_follower:
                 nursery.start_soon(run_alone, self._copies.flush_follower)
             try:
-                await run_alone(os.fdatasync, self._copies.log_descriptor)
+                is_flushed = await run_alone(self._copies.flush_leader)
             except OSError as failure:
                 error = failure
-        if error is None:
-            return
-        if not self._copies.leader_failed(leader, error):
-            return
-        # The thread changes the leader, which makes all that was gathered durable.
-        await self.write_many(lambda _transaction: None)
+        if error is not None:
+            raise error
+        if not is_flushed:
+            # The thread changes the leader, which makes all that was gathered durable.
+            await self.write_many(lambda _transaction: None)
 
     async def move_copies(self, *paths: Path) -> None:
         """Have copies at `paths`, where one of them is, and go on with them.

@@ -73,6 +73,10 @@ def note_alone(copy: Path) -> None:
         log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)
 
 
+def _open_log(path: Path) -> int:
+    return os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One copy of the catalog: where it is, and why it is out of service, if it is."""
 
@@ -149,7 +153,7 @@ class Copies:
         There is none of the database file, since closing one would drop SQLite's locks.
         """
         if self._log_descriptor < 0:
-            self._log_descriptor = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            self._log_descriptor = _open_log(self.path)
         return self._log_descriptor
 
     def begin(self) -> None:
@@ -256,19 +260,27 @@ class Copies:
     def _put_out_of_service(self, path: Path, error: Exception) -> None:
         self._troubles[path] = f"out of service until the next mount: {error}"
 
-    def leader_failed(self, leader: Path, error: OSError) -> bool:
-        """Have the copy at `leader` used no more, if it leads; returns whether it does.
+    def flush_leader(self) -> bool:
+        """Flush the leader's log; returns False when that failed and the copy is used no more.
 
-        One that leads no more gave way to a copy that was flushed first. Raises `error` when there
-        is no other copy. Any thread.
+        A copy that leads no more by then gave way to one that was flushed first: that is no
+        failure. Raises OSError when there is no other copy. Blocks. Any thread.
         """
         with self._changing:
-            if self.path != leader:
+            leader, log_descriptor = self.path, os.dup(self.log_descriptor)
+        try:
+            os.fdatasync(log_descriptor)
+        except OSError as error:
+            with self._changing:
+                if self.path != leader:
+                    return True
+                if self._mirror is None:
+                    raise
+                self.leader_error = error
                 return False
-            if self._mirror is None:
-                raise error
-            self.leader_error = error
-            return True
+        finally:
+            os.close(log_descriptor)
+        return True
 
     def fail_over(self) -> None:
         """Let the follower lead, because the leader failed. Blocks.
@@ -285,6 +297,7 @@ class Copies:
             files = CatalogFiles(str(follower))
             files.check()
             connection = open_database(follower)
+            log_descriptor = _open_log(follower)
         except OSError as second:
             self._drop_follower(second)
             raise CatalogError(f"the catalog's devices fail: {error}; {second}") from second
@@ -304,11 +317,11 @@ class Copies:
             self._mirror = None
             self.path, self.connection, self._leader = follower, connection, CatalogLeader(files)
             self.leader_error = None
+            former, self._log_descriptor = self._log_descriptor, log_descriptor
+        if former >= 0:
+            os.close(former)
         assert self._follower_reserve is not None, "there is one for every follower"
         self.reserve = self._follower_reserve
-        if self._log_descriptor >= 0:
-            os.close(self._log_descriptor)
-            self._log_descriptor = -1
         self._sequence += 1
         self._changes = connection.total_changes
 
