@@ -153,14 +153,17 @@ def _chosen_devices(paths: Sequence[str], *, asked: str) -> list[str]:
     if paths:
         return [os.path.realpath(path) for path in paths]
     default = os.path.realpath(default_device())
+    before = os.umask(0o077)  # of all folders that are made: others may not write to them
     try:
-        os.makedirs(default, mode=0o700, exist_ok=True)
+        os.makedirs(default, exist_ok=True)
     except OSError as error:
         raise Refused(
             asked=asked,
             wrong=f"the default device directory {default} cannot be made ({error.strerror})",
             remedy="name one with -d",
         ) from error
+    finally:
+        os.umask(before)
     return [default]
 
 

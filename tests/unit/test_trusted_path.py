@@ -103,6 +103,21 @@ def test_nothing_is_formatted_where_others_may_write(device: Path) -> None:
     assert os.listdir(device) == []
 
 
+def test_the_folders_of_the_default_device_are_made_for_oneself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask: many users have one that lets their groups write."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "new" / "data"))
+    before = os.umask(0o002)
+    try:
+        made = format_devices([])
+        assert os.umask(0o002) == 0o002, "as it was"
+    finally:
+        os.umask(before)
+    assert [device.path for device in made.devices] == [f"{tmp_path}/new/data/fpfs/default"]
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
 def test_no_mount_uses_what_others_may_write_to(device: Path) -> None:
     """The server looks by itself: what its starter saw may have changed."""
     format_devices([str(device)])
