@@ -21,6 +21,13 @@ def make(path: Path, *, seed: int) -> bytearray:
     return bytearray(content)
 
 
+def assert_kept(target: Target, path: Path, expected: bytes | bytearray) -> None:
+    """Read a file now, and after a remount."""
+    assert_same(path.read_bytes(), expected)
+    target.remount()
+    assert_same(path.read_bytes(), expected)
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_shared_stores_reach_read(target: Target, directory: Path, committed: bool) -> None:
     """After msync the stores are what read(2) returns, and they survive a remount."""
@@ -35,8 +42,7 @@ def test_shared_stores_reach_read(target: Target, directory: Path, committed: bo
         mapped.flush()
         assert_same(os.pread(file.fileno(), SIZE, 0), expected)
         assert_same(path.read_bytes(), expected)
-    target.remount()
-    assert_same(path.read_bytes(), expected)
+    assert_kept(target, path, expected)
 
 
 def test_shared_stores_without_msync(target: Target, directory: Path) -> None:
@@ -45,9 +51,7 @@ def test_shared_stores_without_msync(target: Target, directory: Path) -> None:
     expected = make(path, seed=2)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped[100_000:100_010] = expected[100_000:100_010] = b"0123456789"
-    assert_same(path.read_bytes(), expected)
-    target.remount()
-    assert_same(path.read_bytes(), expected)
+    assert_kept(target, path, expected)
 
 
 def test_fsync_writes_mapped_stores(target: Target, directory: Path) -> None:
@@ -119,9 +123,7 @@ def test_map_grows_with_the_file(target: Target, directory: Path) -> None:
             mapped.resize(300_000)
             mapped[299_990:] = b"b" * 10
     expected = b"a" * 100 + bytes(299_890) + b"b" * 10
-    assert_same(path.read_bytes(), expected)
-    target.remount()
-    assert_same(path.read_bytes(), expected)
+    assert_kept(target, path, expected)
 
 
 def test_map_into_a_hole(target: Target, directory: Path) -> None:
@@ -174,9 +176,7 @@ def test_writes_and_stores_to_one_page_are_both_kept(
             expected[page * 4096 + 100] = 7
         expect_line(child, "stored")
     os.close(file)
-    assert_same(path.read_bytes(), expected)
-    target.remount()
-    assert_same(path.read_bytes(), expected)
+    assert_kept(target, path, expected)
 
 
 def test_a_range_is_copied_into_a_mapped_file(target: Target, directory: Path) -> None:
@@ -199,9 +199,7 @@ def test_a_range_is_copied_into_a_mapped_file(target: Target, directory: Path) -
             )
         expected[5100 : 5100 + len(source)] = source
         assert_same(mapped[:], expected)
-    assert_same(path.read_bytes(), expected)
-    target.remount()
-    assert_same(path.read_bytes(), expected)
+    assert_kept(target, path, expected)
 
 
 STORER = """

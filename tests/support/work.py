@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from fpfs.daemon.catalog_worker import Transaction
-
 
 class Work:
     """What was counted so far."""
@@ -37,16 +35,14 @@ def lines_run() -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def steps_of_sqlite(transaction: Transaction) -> Iterator[Work]:
-    """Count the instructions that SQLite carries out for a transaction."""
+def steps_of_sqlite(connection: sqlite3.Connection) -> Iterator[Work]:
+    """Count the instructions that SQLite carries out on a connection."""
     work = Work()
 
     def step() -> int:
         work.count += 1
         return 0
 
-    connection = transaction.execute.__self__  # type: ignore[attr-defined]
-    assert isinstance(connection, sqlite3.Connection)
     connection.set_progress_handler(step, 1)
     try:
         yield work
