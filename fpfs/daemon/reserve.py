@@ -53,24 +53,38 @@ class Reserve:
     def give_up(self) -> bool:
         """Free the space for the catalog; returns whether there was any."""
         with self._changing:
-            return self._give_up()
+            was_held = self._give_up()
+            if was_held:
+                self._tell()
+            return was_held
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[bool]:
-        """Free the space, and let nobody take it again within the block; whether there was any."""
+        """Free the space, and let nobody take it again within the block; whether there was any.
+
+        Afterwards it is taken back where the device has it: who looks for space for contents may
+        have had all there is for a moment.
+        """
         with self._changing:
-            yield self._give_up()
+            was_held = self._give_up()
+            try:
+                yield was_held
+            finally:
+                if was_held and not self._restore():
+                    self._tell()
 
     def _give_up(self) -> bool:
         if not self.held:
             return False
         empty(self._path)
         self.held = False
+        return True
+
+    def _tell(self) -> None:
         log.warning(
             "the catalog's device is full: its reserve is in use, remove files (%s)",
             self._path.parent,
         )
-        return True
 
     def restore(self) -> bool:
         """Take the space again, if the device has it; returns whether it is held."""

@@ -36,7 +36,7 @@ from fpfs.daemon.catalog_contents import fetch_content
 from fpfs.daemon.catalog_names import NewInode
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION, LOG_BYTES_KEPT
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
-from fpfs.daemon.reserve import RESERVE_BYTES
+from fpfs.daemon.reserve import RESERVE_BYTES, Reserve
 from tests.support.catalogs import make_earlier
 from tests.support.rig import LARGE, rig
 
@@ -376,6 +376,23 @@ def fill(folder: Path) -> None:
                 filler.write(bytes(65536))
         except OSError as error:
             assert error.errno == errno.ENOSPC  # how many writes fit is not known
+
+
+def test_a_reserve_that_was_lent_is_taken_back_or_said_to_be_in_use(
+    small_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve = Reserve(small_device / "reserve")
+    assert reserve.restore()
+    with reserve.lent() as was_held:
+        assert was_held
+        assert (small_device / "reserve").stat().st_blocks == 0
+    assert reserve.held
+    assert caplog.text == ""
+    with pytest.raises(OSError, match="as the test asked for"), reserve.lent():
+        fill(small_device)
+        raise OSError(errno.EIO, "as the test asked for")
+    assert not reserve.held
+    assert caplog.text.count("its reserve is in use") == 1
 
 
 async def store_until_full(catalog: Catalog, *, first: int) -> int:
