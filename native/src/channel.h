@@ -165,7 +165,7 @@ class Channel {
   void handle_write(Receiver& r, const FuseRequest& request);
   static void gather(Receiver& r, size_t bytes);
   void park_write(Receiver& r, std::unique_ptr<ParkedWrite> write);
-  bool attempt(ParkedWrite& write);
+  Retry attempt(ParkedWrite& write);
   void finish_write(const ParkedWrite& write, const Outcome& outcome);
   void drop_pages(const std::shared_ptr<File>& file, uint64_t overwrite, uint64_t offset,
                   size_t length, std::function<void()> then);

@@ -182,8 +182,8 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
   }
   const auto attempt = [this, waiting, file, in, sync] {
     Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
-    if (outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome)) {
-      if (!waiting->given_up) return false;
+    if (const Retry retry = engine_.retry_of(file->ino(), outcome); retry != Retry::Done) {
+      if (!waiting->given_up) return retry;
       outcome = Outcome::failed(EINTR);
     }
     end_waiting(waiting->unique);
@@ -192,10 +192,10 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
     } else {
       finish({waiting->unique, {}, 0}, file->ino(), sync);
     }
-    return true;
+    return Retry::Done;
   };
   keep_waiting(waiting);
-  if (!attempt()) engine_.park(attempt);
+  if (attempt() != Retry::Done) engine_.park(attempt);
 }
 
 void Channel::handle_copy(const FuseRequest& request) {
@@ -241,8 +241,8 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
     const auto attempt = [this, &waiting, &to, &payload, &written, &read, &drops_pages,
                           at = in.off_out + copied] {
       Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
-      if (outcome.progress == Progress::Wait || engine_.waits_for_room(to->ino(), outcome)) {
-        if (!waiting->given_up) return false;
+      if (const Retry retry = engine_.retry_of(to->ino(), outcome); retry != Retry::Done) {
+        if (!waiting->given_up) return retry;
         outcome = Outcome::failed(EINTR);
       }
       if (outcome.overwrite != 0) {  // somebody has mapped it since the copy began
@@ -250,9 +250,9 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
         drop_pages(to, outcome.overwrite, at, read.bytes, [] {});
       }
       written.set(outcome.error);
-      return true;
+      return Retry::Done;
     };
-    if (!attempt()) engine_.park(attempt);
+    if (attempt() != Retry::Done) engine_.park(attempt);
     error = written.wait();
     if (error == 0) copied += read.bytes;
   }

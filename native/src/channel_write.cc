@@ -51,9 +51,7 @@ void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   write->arguments = arguments;
   write->file = file;
   write->received_ns = r.received_ns;
-  const bool waits =
-      outcome.progress == Progress::Wait || engine_.waits_for_room(file->ino(), outcome);
-  if (!waits) return finish_write(*write, outcome);
+  if (engine_.retry_of(file->ino(), outcome) == Retry::Done) return finish_write(*write, outcome);
   park_write(r, std::move(write));
 }
 
@@ -97,17 +95,17 @@ void Channel::park_write(Receiver& r, std::unique_ptr<ParkedWrite> write) {
   if (waited) receivers_waiting_.fetch_sub(1);
 }
 
-bool Channel::attempt(ParkedWrite& write) {
+Retry Channel::attempt(ParkedWrite& write) {
   Outcome outcome;
   {
     const MutexLock lock(write.mutex);
-    if (write.finished) return true;
+    if (write.finished) return Retry::Done;
     Payload payload;
     payload.add(write.buffer, write.arguments.size);
     outcome = write.file->write(write.arguments.offset, write.arguments.size, payload, nullptr,
                                 nullptr, write.arguments.source());
-    if (outcome.progress == Progress::Wait || engine_.waits_for_room(write.file->ino(), outcome)) {
-      if (!write.given_up) return false;
+    if (const Retry retry = engine_.retry_of(write.file->ino(), outcome); retry != Retry::Done) {
+      if (!write.given_up) return retry;
       outcome = Outcome::failed(EINTR);
     }
     write.finished = true;
@@ -116,7 +114,7 @@ bool Channel::attempt(ParkedWrite& write) {
   landing_pool_.give(write.buffer);
   finish_write(write, outcome);
   end_waiting(write.unique);
-  return true;
+  return Retry::Done;
 }
 
 // Answers a write whose bytes are staged, or that failed.
@@ -224,7 +222,7 @@ bool Channel::look_at_interrupted() {
                      waiting->looked_at = false;
                      if (killed.value_or(0) == 0) return;
                      waiting->given_up = true;
-                     engine_.wake_soon();
+                     engine_.retry_refused_soon();
                    });
   }
   return !interrupted.empty();
@@ -303,7 +301,9 @@ void Channel::reply_read(uint64_t unique, const std::vector<ReadAhead::Part>& pa
 void Channel::read_or_park(uint64_t unique, const std::shared_ptr<File>& file,
                            const fuse_read_in& in) {
   if (start_read(unique, file, in)) return;
-  engine_.park([this, unique, file, in] { return start_read(unique, file, in); });
+  engine_.park([this, unique, file, in] {
+    return start_read(unique, file, in) ? Retry::Done : Retry::Waiting;
+  });
 }
 
 bool Channel::start_read(uint64_t unique, const std::shared_ptr<File>& file,

@@ -130,6 +130,7 @@ Engine::~Engine() { close(); }
 void Engine::close() {
   if (std::exchange(closed_, true)) return;
   gives_way_ = false;  // nobody would answer
+  retry_refused_soon();
   if (channel_ != nullptr) channel_->stop();
   worker_.stop();
   waker_.stop();
@@ -415,6 +416,7 @@ uint64_t Engine::discard(std::vector<Extent> ranges) {
   const auto part = [this, ticket, countdown](int result) {
     // An object that is gone was removed before a crash kept that from being recorded.
     if (result != 0 && result != -ENOENT) countdown->error = -result;
+    retry_refused();
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, ranges = std::move(ranges), part] {
@@ -443,6 +445,7 @@ uint64_t Engine::remove_objects(std::vector<ObjectKey> objects) {
   const auto part = [this, ticket, countdown](int error) {
     // As above: gone is what it should be.
     if (error != 0 && std::abs(error) != ENOENT) countdown->error = std::abs(error);
+    retry_refused();
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, objects = std::move(objects), part] {
@@ -507,13 +510,37 @@ void Engine::after_reads(std::function<void()> action) {
 
 // --- parked operations ---
 
-void Engine::park(std::function<bool()> retry) {
+void Engine::park(std::function<Retry()> retry) {
   {
     const MutexLock lock(park_mutex_);
     parked_.push_back(std::move(retry));
   }
   // What it waits for may have come between its last attempt and now.
   wake_soon();
+}
+
+// What found no space for small files is said again only when there was some in between.
+void Engine::say_leaving_refused() {
+  if (std::exchange(said_leaving_refused_, true)) return;
+  log(30,
+      "no device has space for the small files that wait in memory to be committed: writes "
+      "wait for their commits, and for space");
+}
+
+void Engine::retry_refused() {
+  retries_.fetch_add(1);
+  {
+    const MutexLock lock(park_mutex_);
+    retry_refused_locked();
+  }
+  wake();
+}
+
+// Those that were refused have waited longer.
+void Engine::retry_refused_locked() {
+  parked_.insert(parked_.begin(), std::make_move_iterator(refused_.begin()),
+                 std::make_move_iterator(refused_.end()));
+  refused_.clear();
 }
 
 void Engine::wake() {
@@ -524,7 +551,7 @@ void Engine::wake() {
     waking_ = true;
   }
   for (;;) {
-    std::vector<std::function<bool()>> attempts;
+    std::vector<std::function<Retry()>> attempts;
     {
       const MutexLock lock(park_mutex_);
       if (!std::exchange(wake_again_, false) || parked_.empty()) {
@@ -533,18 +560,29 @@ void Engine::wake() {
       }
       attempts = std::exchange(parked_, {});
     }
-    std::vector<std::function<bool()>> remaining;
+    const uint64_t retries_before = retries();
+    std::vector<std::function<Retry()>> waiting;
+    std::vector<std::function<Retry()>> refused;
     for (auto& attempt : attempts) {
-      if (!attempt()) remaining.push_back(std::move(attempt));
+      const Retry retry = attempt();
+      if (retry != Retry::Done) {
+        (retry == Retry::Waiting ? waiting : refused).push_back(std::move(attempt));
+      }
     }
-    if (remaining.empty()) continue;
+    const bool some_wait = !waiting.empty();
     {
       const MutexLock lock(park_mutex_);
       // Those that waited longer come first.
-      parked_.insert(parked_.begin(), std::make_move_iterator(remaining.begin()),
-                     std::make_move_iterator(remaining.end()));
+      parked_.insert(parked_.begin(), std::make_move_iterator(waiting.begin()),
+                     std::make_move_iterator(waiting.end()));
+      refused_.insert(refused_.end(), std::make_move_iterator(refused.begin()),
+                      std::make_move_iterator(refused.end()));
+      if (retries() != retries_before) {  // after an attempt, maybe
+        retry_refused_locked();
+        wake_again_ = true;
+      }
     }
-    relieve_pressure();
+    if (some_wait) relieve_pressure();
   }
 }
 
@@ -558,9 +596,18 @@ void Engine::relieve_pressure() {
   const uint64_t held_back = 2 * config_.channel_threads + 2;
   if (arena_->slot_count() - slots_free - arena_->aged_count() > held_back) return;
   // One that cannot go (no space for what was inline, or lent) does not keep others from going.
-  size_t sealed = 0;
+  const uint64_t retries_before = retries();
+  size_t leaving = 0;
   for (const Arena::Aged& aged : arena_->oldest(arena_->slot_count())) {
-    if (aged.file->seal_for_pressure(aged.slot, aged.chunk) && ++sealed == kPressureSlots) return;
+    const bool may_grow = leaving_refused_ != retries_before;
+    const Pressure pressure = aged.file->seal_for_pressure(aged.slot, aged.chunk, may_grow);
+    if (pressure == Pressure::Refused && may_grow) {
+      leaving_refused_ = retries_before;
+      say_leaving_refused();
+    }
+    if (pressure == Pressure::Placed) said_leaving_refused_ = false;
+    const bool stays = pressure == Pressure::Refused || pressure == Pressure::Kept;
+    if (!stays && ++leaving == kPressureSlots) return;
   }
 }
 
@@ -584,20 +631,21 @@ Result<int> Engine::serve(int fuse_fd, std::shared_ptr<KnownDirectories> directo
   return channel_->start(config_.channel_threads, std::move(resumed));
 }
 
-bool Engine::waits_for_room(uint64_t ino, const Outcome& outcome) {
-  if (outcome.progress == Progress::Wait || outcome.error != ENOSPC) return false;
+Retry Engine::retry_of(uint64_t ino, const Outcome& outcome) {
+  if (outcome.progress == Progress::Wait) return Retry::Waiting;
+  if (outcome.error != ENOSPC) return Retry::Done;
   if (!gives_way_) {
     if (refused_last_.exchange(ino) != ino) post(SpaceEvent{ino, true});
-    return false;
+    return Retry::Done;
   }
   if (!room_asked_.exchange(true)) post(SpaceEvent{ino, false});
-  return true;
+  return Retry::Refused;
 }
 
 void Engine::room_made(bool more) {
   gives_way_ = more;
   room_asked_ = false;
-  wake_soon();
+  retry_refused_soon();
 }
 
 void Engine::complete_write(uint64_t ticket, int error) {

@@ -243,9 +243,9 @@ class Engine : public Plane {
   Result<int> serve(int fuse_fd, std::shared_ptr<KnownDirectories> directories,
                     Connection connection);
   void complete_write(uint64_t ticket, int error);
-  // Whether a change of `ino` that ended so should be tried again when others were woken: there is
-  // no space, and something that gives way to it. Python is asked to see to that.
-  bool waits_for_room(uint64_t ino, const Outcome& outcome);
+  // Whether a change of `ino` that ended so is to be tried again. Where there is no space, but
+  // something that gives way to it, Python is asked to see to that.
+  Retry retry_of(uint64_t ino, const Outcome& outcome);
   // There is something that gives way from now on.
   void set_gives_way() { gives_way_ = true; }
   // What gave way is gone from the devices; `more`: there is more that would.
@@ -255,6 +255,9 @@ class Engine : public Plane {
   Worker& worker() { return worker_; }
   void wake_soon() {
     waker_.post([this] { wake(); });
+  }
+  void retry_refused_soon() {
+    waker_.post([this] { retry_refused(); });
   }
   char* copy_buffer() { return copy_buffer_; }  // the worker's
   uint64_t next_ticket() { return ticket_.fetch_add(1); }
@@ -278,7 +281,9 @@ class Engine : public Plane {
   std::vector<uint16_t> chunk_devices() const override EXCLUDES(devices_mutex_);
   void mark_device_failed(uint16_t number, int error) override;
   void wake() override EXCLUDES(park_mutex_);
-  void park(std::function<bool()> retry) override EXCLUDES(park_mutex_);
+  void park(std::function<Retry()> retry) override EXCLUDES(park_mutex_);
+  void retry_refused() override EXCLUDES(park_mutex_);
+  uint64_t retries() const override { return retries_.load(); }
   void log(int level, const std::string& message) override;
   bool checksums() const override { return config_.checksums; }
   Tracer& tracer() override { return *tracer_; }
@@ -322,6 +327,8 @@ class Engine : public Plane {
       EXCLUDES(table_mutex_);
   Status open_event_fd();
   void relieve_pressure();
+  void say_leaving_refused();
+  void retry_refused_locked() REQUIRES(park_mutex_);
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
 
   const EngineConfig config_;
@@ -376,9 +383,15 @@ class Engine : public Plane {
   std::set<std::pair<uint64_t, uint16_t>> unreadable_ GUARDED_BY(damage_mutex_);         // likewise
 
   Mutex park_mutex_;
-  std::vector<std::function<bool()>> parked_ GUARDED_BY(park_mutex_);
+  std::vector<std::function<Retry()>> parked_ GUARDED_BY(park_mutex_);   // until wake()
+  std::vector<std::function<Retry()>> refused_ GUARDED_BY(park_mutex_);  // until retry_refused()
   bool waking_ GUARDED_BY(park_mutex_) = false;
   bool wake_again_ GUARDED_BY(park_mutex_) = false;
+
+  std::atomic<uint64_t> retries_{1};
+  // Of who runs retries. What retries() was when a small file could not leave the arena.
+  uint64_t leaving_refused_ = 0;
+  bool said_leaving_refused_ = false;
 
   Mutex phase_mutex_;
   unsigned phase_ GUARDED_BY(phase_mutex_) = 0;

@@ -40,11 +40,13 @@ Status Engine::add_device(uint16_t number, const std::string& path, bool drainin
   const MutexLock lock(devices_mutex_);
   by_number_[number].store(made.get(), std::memory_order_release);
   members_.push_back(std::move(made));
+  retry_refused_soon();
   return {};
 }
 
 void Engine::set_draining(uint16_t number, bool draining) {
   if (Member* found = member(number); found != nullptr) found->draining = draining;
+  retry_refused_soon();
 }
 
 // Reads that are under way end first, so that none of them fails.

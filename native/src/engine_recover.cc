@@ -266,9 +266,9 @@ uint64_t Engine::recover_later(uint64_t ino, bool trim) {
 uint64_t Engine::attach_recovered(const std::shared_ptr<File>& file, uint64_t ticket) {
   park([this, file, ticket] {
     const Outcome outcome = file->attach_recovered();
-    if (outcome.progress == Progress::Wait) return false;
+    if (outcome.progress == Progress::Wait) return Retry::Waiting;
     post(DoneEvent{ticket, outcome.error});
-    return true;
+    return Retry::Done;
   });
   return ticket;
 }

@@ -55,6 +55,13 @@ class Actions {
   std::vector<std::function<void()>> actions_;
 };
 
+// What an operation that is parked waits for.
+enum class Retry {
+  Done,     // nothing: it is over
+  Waiting,  // a slot, space that is being allocated, an I/O: see Plane::wake()
+  Refused,  // space, of which there was none: see Plane::retry_refused()
+};
+
 // What files need of the engine around them.
 class Plane {
  public:
@@ -69,8 +76,12 @@ class Plane {
   virtual std::vector<uint16_t> chunk_devices() const = 0;
   // Something that a parked operation may wait for has happened (slot, space or I/O).
   virtual void wake() = 0;
-  // Calls `retry` again at every wake() until it returns true.
-  virtual void park(std::function<bool()> retry) = 0;
+  // Calls `retry` again at every wake(), or at every retry_refused(), as it says.
+  virtual void park(std::function<Retry()> retry) = 0;
+  // A device may have more space than before: what found none is tried again.
+  virtual void retry_refused() = 0;
+  // How often that has been called. What was refused since needs no other attempt.
+  virtual uint64_t retries() const = 0;
   virtual void log(int level, const std::string& message) = 0;
   // Whether blocks get a checksum when they are written, and are checked when they are read.
   virtual bool checksums() const = 0;
@@ -162,6 +173,15 @@ struct Lease {
   int thread = -1;
 };
 
+// What became of a slot that is to leave the arena early.
+enum class Pressure {
+  Sealed,
+  Placed,   // sealed, and there was space for what had no place before
+  Growing,  // its place is being allocated
+  Refused,  // there is no space for it
+  Kept,     // somebody receives into it, or it has left already
+};
+
 enum class Progress { Done, Wait };
 struct Outcome {
   Progress progress = Progress::Done;
@@ -243,8 +263,9 @@ class File : public std::enable_shared_from_this<File> {
   void keep_no_pages() { page_keepers_.fetch_sub(1); }
   bool has_kept_pages() const { return page_keepers_ != 0; }
   bool is_being_overwritten() EXCLUDES(mutex_);
-  // Seals `slot` if it is still an open slot of this file (arena pressure).
-  bool seal_for_pressure(Slot* slot, uint64_t chunk) EXCLUDES(mutex_);
+  // Seals `slot` if it is still an open slot of this file (arena pressure). What is inline needs a
+  // place for that, and none is looked for unless it `may_grow`.
+  Pressure seal_for_pressure(Slot* slot, uint64_t chunk, bool may_grow) EXCLUDES(mutex_);
 
   // --- taking over what another process left (file_recover.cc) ---
   // On top of load(), before anything else. attach_recovered() has to be called until it says Done.
@@ -366,6 +387,7 @@ class File : public std::enable_shared_from_this<File> {
       REQUIRES(mutex_);
   void join_ranges(Slot* slot) REQUIRES(mutex_);
   Outcome leave_inline(int thread, Actions& actions) REQUIRES(mutex_);
+  Pressure leave_inline_for_pressure(bool may_grow, Actions& actions) REQUIRES(mutex_);
   Outcome write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
                        Lease* lease, bool extend, Actions& actions) REQUIRES(mutex_);
   // Puts a copy of the leased slot in its place; the leaseholder keeps the original. Null if no
@@ -378,6 +400,7 @@ class File : public std::enable_shared_from_this<File> {
 
   // Space (file_space.cc)
   uint16_t device_for(uint64_t chunk) REQUIRES(mutex_);
+  void forget_old_refusals() REQUIRES(mutex_);
   Appender& appender(uint16_t device) REQUIRES(mutex_);
   bool space_ready(uint16_t device, uint64_t blocks, Actions& actions) REQUIRES(mutex_);
   void grow(const std::shared_ptr<Appender>& appender, uint64_t blocks, Actions& actions)
@@ -388,6 +411,7 @@ class File : public std::enable_shared_from_this<File> {
       EXCLUDES(mutex_);
   void object_made(const std::shared_ptr<Appender>& appender, uint64_t needed, int error,
                    ObjectRef object, uint64_t id) EXCLUDES(mutex_);
+  void trimmed(int result);
   void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
   uint64_t holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<Extent>* runs)
       REQUIRES(mutex_);
@@ -540,10 +564,11 @@ struct File::Appender {
   uint64_t written_end = 0;       // bytes: behind the last byte written
   uint64_t reserved_blocks = 0;   // promised to open slots
   uint64_t allocated_blocks = 0;  // preallocated on the device
-  uint64_t step_blocks = 16;      // next preallocation
+  uint64_t step_blocks = 1;       // next preallocation
   bool growing = false;
   bool trim_wanted = false;  // give back what was preallocated, when growth has ended
-  int error = 0;             // why the last growth failed
+  int error = 0;             // why the last growth failed,
+  uint64_t tried = 0;        // and Plane::retries() when it began
 
   bool has(uint64_t blocks) const {
     return object != nullptr && next_block + reserved_blocks + blocks <= allocated_blocks;

@@ -61,14 +61,14 @@ void File::seal(Slot* slot, Actions& actions) {
           if (chain == self->chains_.end() ||
               std::find(chain->second.begin(), chain->second.end(), slot) == chain->second.end() ||
               slot->sealed) {
-            return true;
+            return Retry::Done;
           }
           Slot* taken = slot->lease == -1 ? slot : self->steal(slot);
-          if (taken == nullptr) return false;
+          if (taken == nullptr) return Retry::Waiting;
           self->seal(taken, after);
         }
         after.run();
-        return true;
+        return Retry::Done;
       });
       return;
     }
@@ -400,11 +400,11 @@ void File::finish_slot(Slot* slot, Actions& actions) {
       Actions after;
       {
         const MutexLock lock(self->mutex_);
-        if (!self->adopt(slot->written)) return false;
+        if (!self->adopt(slot->written)) return Retry::Waiting;
         self->retire_slot(slot, after);
       }
       after.run();
-      return true;
+      return Retry::Done;
     });
     return;
   }

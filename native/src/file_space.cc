@@ -8,9 +8,10 @@
 namespace fpfs {
 namespace {
 
-constexpr uint64_t kGrowBlocksMin = 16;    // 1 MiB of one object at first,
-constexpr uint64_t kGrowBlocksMax = 1024;  // 64 MiB at a time later on,
-constexpr uint64_t kGrowFactor = 4;        // in few steps, since a writer waits for the first
+// As much as is needed at first: a file may stay as small as that, and keeps what it was promised
+// until it is committed. Then in few steps, since a writer waits for the first, up to 64 MiB.
+constexpr uint64_t kGrowBlocksMax = 1024;
+constexpr uint64_t kGrowFactor = 4;
 
 alignas(4096) char zeros[kBlockBytes];
 
@@ -71,6 +72,13 @@ int File::trouble_with(uint16_t device) {
   return it == appenders_.end() ? 0 : it->second->error;
 }
 
+// They are of one attempt each.
+void File::forget_old_refusals() {
+  for (auto& [device, entry] : appenders_) {
+    if (entry->tried != plane_.retries()) entry->error = 0;
+  }
+}
+
 File::Appender& File::appender(uint16_t device) {
   std::shared_ptr<Appender>& entry = appenders_[device];
   if (entry == nullptr) {
@@ -100,6 +108,7 @@ bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
 // Preallocates at least `needed` more blocks (0: one step, whose failure is no error yet).
 void File::grow(const std::shared_ptr<Appender>& entry, uint64_t needed, Actions& actions) {
   entry->growing = true;
+  entry->tried = plane_.retries();
   if (entry->object != nullptr) {
     submit_grow(entry, std::max(entry->step_blocks, needed), needed, actions);
     return;
@@ -167,7 +176,8 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
       entry->growing = false;
       if (error == 0) {
         entry->allocated_blocks += blocks;
-        entry->step_blocks = std::min(entry->step_blocks * kGrowFactor, kGrowBlocksMax);
+        entry->step_blocks =
+            std::min(std::max(entry->step_blocks, blocks) * kGrowFactor, kGrowBlocksMax);
       } else if (needed != 0) {
         entry->error = told(error);
       } else {
@@ -186,16 +196,13 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
   if (entry->growing || entry->object == nullptr || entry->reserved_blocks != 0) return;
   if (entry->allocated_blocks * kBlockBytes <= entry->written_end) return;
   entry->allocated_blocks = entry->next_block;
-  entry->step_blocks = kGrowBlocksMin;
+  entry->step_blocks = 1;
   auto* request = new CallRequest();
   request->op = IoOp::Truncate;
   request->object = entry->object;
   request->length = entry->written_end;
   // Failing to give space back loses no data; the next trim or the removal gives it back.
-  request->call = [self = shared_from_this()](int result) {
-    if (result != 0 && result != -ENOENT)
-      self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
-  };
+  request->call = [self = shared_from_this()](int result) { self->trimmed(result); };
   actions.add([device = plane_.device(entry->device), request] { device->submit(request); });
 }
 
@@ -208,13 +215,14 @@ void File::trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t byt
   request->op = IoOp::Truncate;
   request->object = object;
   request->length = bytes;
-  // Failing to give space back loses no data.
-  request->call = [self = shared_from_this()](int result) {
-    if (result != 0 && result != -ENOENT)
-      self->plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
-    self->plane_.wake();
-  };
+  request->call = [self = shared_from_this()](int result) { self->trimmed(result); };
   actions.add([device, request] { device->submit(request); });
+}
+
+void File::trimmed(int result) {
+  if (result != 0 && result != -ENOENT)
+    plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
+  plane_.retry_refused();
 }
 
 Place File::next_place(uint16_t device, uint64_t blocks) {
@@ -320,7 +328,7 @@ void File::truncate(uint64_t size, Done done) {
 
 // Writes zeros into [offset, end), within one block, without changing the size.
 void File::zero(uint64_t offset, uint64_t end, Done done) {
-  auto attempt = [self = shared_from_this(), offset, end, done]() -> bool {
+  auto attempt = [self = shared_from_this(), offset, end, done] {
     Payload payload;
     payload.add(zeros, end - offset);
     Actions actions;
@@ -330,11 +338,11 @@ void File::zero(uint64_t offset, uint64_t end, Done done) {
       outcome = self->write_locked(offset, end - offset, payload, nullptr, nullptr, false, actions);
     }
     actions.run();
-    if (outcome.progress == Progress::Wait) return false;
+    if (outcome.progress == Progress::Wait) return Retry::Waiting;
     done(outcome.error);
-    return true;
+    return Retry::Done;
   };
-  if (!attempt()) plane_.park(attempt);
+  if (attempt() != Retry::Done) plane_.park(attempt);
 }
 
 // Runs of blocks in [first, end) of a chunk that have neither a place nor a promise of one.
@@ -399,6 +407,7 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
   std::vector<Extent> runs;
   const uint64_t blocks = holes(chunk, first, end, &runs);
   if (blocks == 0) return {};
+  forget_old_refusals();
   const uint16_t number = device_for(chunk);
   Appender& entry = appender(number);
   if (entry.error != 0) {

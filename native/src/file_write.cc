@@ -233,6 +233,7 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
 // Promises space on the devices for every block that the pieces touch. What was promised before to
 // bytes that are acknowledged is given up only for a promise elsewhere.
 Outcome File::reserve(std::vector<ChunkPiece>& pieces, Actions& actions) {
+  forget_old_refusals();
   std::map<uint16_t, uint64_t> needed;
   for (ChunkPiece& piece : pieces) {
     piece.device = piece.slot->device;
@@ -443,22 +444,27 @@ void File::page_read(uint64_t begin, uint64_t end) {
   overwritten_ = std::move(left);
 }
 
-bool File::seal_for_pressure(Slot* slot, uint64_t chunk) {
+Pressure File::seal_for_pressure(Slot* slot, uint64_t chunk, bool may_grow) {
   Actions actions;
-  bool sealed = false;
+  Pressure pressure = Pressure::Kept;
   {
     const MutexLock lock(mutex_);
     if (open_slot(chunk) == slot && slot->lease == -1) {
-      Outcome outcome;
-      if (inline_mode_) outcome = leave_inline(-1, actions);
-      if (outcome.progress == Progress::Done && outcome.error == 0) {
-        seal(slot, actions);
-        sealed = true;
-      }
+      pressure = inline_mode_ ? leave_inline_for_pressure(may_grow, actions) : Pressure::Sealed;
+      if (pressure == Pressure::Sealed || pressure == Pressure::Placed) seal(slot, actions);
     }
   }
   actions.run();
-  return sealed;
+  return pressure;
+}
+
+Pressure File::leave_inline_for_pressure(bool may_grow, Actions& actions) {
+  const bool promised = std::any_of(appenders_.begin(), appenders_.end(),
+                                    [](const auto& entry) { return entry.second->has(1); });
+  if (!may_grow && !promised) return Pressure::Refused;
+  const Outcome outcome = leave_inline(-1, actions);
+  if (outcome.progress == Progress::Wait) return Pressure::Growing;
+  return outcome.error == 0 ? Pressure::Placed : Pressure::Refused;
 }
 
 }  // namespace fpfs

@@ -1,12 +1,16 @@
 // Real faults under a whole engine: a device that is lost, one that is full.
 #include <doctest/doctest.h>
+#include <poll.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "damage.h"
 #include "loop_mount.h"
@@ -14,6 +18,7 @@
 namespace fpfs {
 namespace {
 
+using testing::Delivery;
 using testing::EngineFixture;
 using testing::EngineOptions;
 using testing::Ext4;
@@ -164,6 +169,132 @@ TEST_CASE("engine fault: a full device refuses the write, keeps what it took, an
   CHECK(error == 0);
   CHECK(fixture.commit(*file, true) == 0);
   CHECK(fixture.read(*file, kPieceBytes, kPieceBytes) == bytes);
+}
+
+// Waits until a line with this part is logged.
+void wait_for_log(Engine& engine, const std::string& part) {
+  while (log_lines(engine, part) == 0) {
+    pollfd wait{engine.event_fd(), POLLIN, 0};
+    REQUIRE(::poll(&wait, 1, 60'000) == 1);
+  }
+}
+
+// An engine with one small device, which file 1 fills.
+class FullDevice {
+ public:
+  explicit FullDevice(const LoopMount& mount) : fixture_(options(mount)) {
+    const auto file = fixture_.load(1);
+    const std::string bytes = random_bytes(kPieceBytes, 3);
+    uint64_t taken = 0;
+    while (fixture_.write(*file, taken, bytes) == 0) taken += kPieceBytes;
+    while (fixture_.write(*file, taken, bytes.substr(0, kBlockBytes)) == 0) taken += kBlockBytes;
+    REQUIRE(fixture_.commit(*file, true) == 0);
+  }
+
+  EngineFixture& fixture() { return fixture_; }
+  Engine& engine() { return fixture_.engine(); }
+
+  // What the device has refused, when it has nothing left to do.
+  uint64_t refusals() {
+    const Device* device = fixture_.engine().device(0);
+    DeviceStatistics found;
+    do {
+      found = device->statistics();
+    } while (found.requests_queued + found.requests_in_flight != 0);
+    return found.errors;
+  }
+
+  void make_space() {
+    const auto file = fixture_.engine().file(1);
+    REQUIRE(fixture_.truncate(*file, 0) == 0);
+    REQUIRE(fixture_.commit(*file, true) == 0);
+  }
+
+ private:
+  static EngineOptions options(const LoopMount& mount) {
+    EngineOptions options = over(mount, 1);
+    options.slots = 16;
+    return options;
+  }
+  EngineFixture fixture_;
+};
+
+// A write of an inode that is tried again until it is taken, as one through the mount is.
+class WaitingWrite {
+ public:
+  WaitingWrite(EngineFixture& fixture, uint64_t ino, uint64_t bytes)
+      : engine_(fixture.engine()), file_(fixture.load(ino)), bytes_(bytes, 'w') {
+    engine_.park([this] { return attempt(); });
+  }
+  int wait() { return done_.wait(); }
+  int attempts() const { return attempts_; }
+  void wait_refused(int more_than) const {
+    while (attempts_ <= more_than || last_ != Retry::Refused) std::this_thread::yield();
+  }
+
+ private:
+  Retry attempt() {
+    Payload payload;
+    payload.add(bytes_.data(), bytes_.size());
+    const Outcome outcome = file_->write(0, bytes_.size(), payload, nullptr, nullptr);
+    const Retry retry = engine_.retry_of(file_->ino(), outcome);
+    last_ = retry;
+    ++attempts_;
+    if (retry == Retry::Done) done_.put(outcome.error);
+    return retry;
+  }
+
+  Engine& engine_;
+  std::shared_ptr<File> file_;
+  std::string bytes_;
+  Delivery<int> done_;
+  std::atomic<Retry> last_{Retry::Waiting};
+  std::atomic<int> attempts_{0};
+};
+
+TEST_CASE("engine fault: small files that a full device has no space for do not ask it again") {
+  LoopMount mount(Ext4::name, Ext4::make, Ext4::image_bytes);
+  if (!mount.ready()) return;
+  FullDevice full(mount);
+  std::vector<std::unique_ptr<WaitingWrite>> writes;
+  for (uint64_t ino = 2; ino < 40; ++ino) {
+    writes.push_back(std::make_unique<WaitingWrite>(full.fixture(), ino, 100));
+  }
+  REQUIRE(writes.front()->wait() == 0);
+  wait_for_log(full.engine(), "no device has space for the small files");
+  const uint64_t refused = full.refusals();
+  for (int i = 0; i < 100; ++i) full.engine().wake();
+  CHECK(full.refusals() == refused);
+  CHECK(log_lines(full.engine(), "no device has space") == 0);
+
+  full.make_space();
+  for (size_t i = 1; i < writes.size(); ++i) CHECK(writes[i]->wait() == 0);
+}
+
+TEST_CASE("engine fault: writes that wait for space do not drive each other") {
+  LoopMount mount(Ext4::name, Ext4::make, Ext4::image_bytes);
+  if (!mount.ready()) return;
+  FullDevice full(mount);
+  full.engine().set_gives_way();
+  WaitingWrite first(full.fixture(), 2, kPieceBytes);
+  WaitingWrite second(full.fixture(), 3, kPieceBytes);
+  first.wait_refused(0);
+  second.wait_refused(0);
+  const uint64_t refused = full.refusals();
+  const int first_attempts = first.attempts();
+  const int second_attempts = second.attempts();
+  for (int i = 0; i < 100; ++i) full.engine().wake();
+  CHECK(full.refusals() == refused);
+  CHECK(first.attempts() == first_attempts);
+  CHECK(second.attempts() == second_attempts);
+
+  full.engine().room_made(true);
+  first.wait_refused(first_attempts);
+  second.wait_refused(second_attempts);
+  CHECK(full.refusals() > refused);
+  full.make_space();
+  CHECK(first.wait() == 0);
+  CHECK(second.wait() == 0);
 }
 
 }  // namespace

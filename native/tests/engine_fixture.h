@@ -98,11 +98,11 @@ class EngineFixture {
     payload.add(copy.data(), copy.size());
     const auto attempt = [&] {
       const Outcome outcome = file.write(offset, copy.size(), payload, nullptr, nullptr);
-      if (outcome.progress == Progress::Wait) return false;
+      if (outcome.progress == Progress::Wait) return Retry::Waiting;
       done.put(outcome.error);
-      return true;
+      return Retry::Done;
     };
-    if (!attempt()) engine_->park(attempt);
+    if (attempt() != Retry::Done) engine_->park(attempt);
     return done.wait();
   }
 
@@ -151,11 +151,11 @@ class EngineFixture {
     Delivery<int> done;
     const auto attempt = [&] {
       const Outcome outcome = file.allocate(offset, length, keep_size);
-      if (outcome.progress == Progress::Wait) return false;
+      if (outcome.progress == Progress::Wait) return Retry::Waiting;
       done.put(outcome.error);
-      return true;
+      return Retry::Done;
     };
-    if (!attempt()) engine_->park(attempt);
+    if (attempt() != Retry::Done) engine_->park(attempt);
     return done.wait();
   }
 

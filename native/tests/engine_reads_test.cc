@@ -120,9 +120,9 @@ TEST_CASE("reads in flight: a slot stays until the read that copies from it has 
     payload.add(more.data(), more.size());
     const Outcome outcome = other->write(0, more.size(), payload, nullptr, nullptr);
     if (std::exchange(first, false)) attempted.put(0);
-    if (outcome.progress == Progress::Wait) return false;
+    if (outcome.progress == Progress::Wait) return Retry::Waiting;
     written.put(outcome.error);
-    return true;
+    return Retry::Done;
   });
   attempted.wait();
   read.part_done(0);  // its slot is what the write waits for

@@ -114,6 +114,17 @@ TEST_CASE("a rewrite goes to a fresh place, and what it replaced is given back w
   CHECK(fixture.read(*again, far, kChunkBytes) == far_bytes);
 }
 
+TEST_CASE("small files that leave memory before they are committed are promised a block each") {
+  constexpr uint64_t kFiles = 200;
+  EngineFixture fixture({1, kChunkBytes, 32});
+  for (uint64_t ino = 1; ino <= kFiles; ++ino) {
+    REQUIRE(fixture.write(*fixture.load(ino), 0, std::string(100, 'x')) == 0);
+  }
+  const uint64_t left = fixture.engine().arena().slot_count();
+  CHECK(bytes_taken(fixture) >= (kFiles - left) * kBlockBytes);
+  CHECK(bytes_taken(fixture) <= kFiles * kBlockBytes);
+}
+
 TEST_CASE("after the last close the devices hold what the bytes need and no more") {
   EngineFixture fixture({2, kChunkBytes, 16});
   const auto file = fixture.load(1);

@@ -455,11 +455,11 @@ class FileWithPages {
     Delivery<Outcome> done;
     const auto attempt = [&] {
       const Outcome outcome = file().write(from, bytes.size(), payload, nullptr, nullptr, source);
-      if (outcome.progress == Progress::Wait) return false;
+      if (outcome.progress == Progress::Wait) return Retry::Waiting;
       done.put(outcome);
-      return true;
+      return Retry::Done;
     };
-    if (!attempt()) fixture_.engine().park(attempt);
+    if (attempt() != Retry::Done) fixture_.engine().park(attempt);
     const Outcome outcome = done.wait();
     REQUIRE(outcome.error == 0);
     return outcome.overwrite;
