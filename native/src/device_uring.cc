@@ -16,8 +16,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cassert>
+#include <chrono>
 #include <cstdlib>
 #include <future>
+#include <thread>
 #include <utility>
 
 #include "device_backend.h"
@@ -30,6 +32,9 @@ namespace fpfs {
 namespace {
 
 constexpr uint64_t kCallBytesMax = uint64_t{1} << 30;
+constexpr std::chrono::milliseconds kRefusedPause{10};
+// So many refusals in a row are more than a moment's, and the log says so.
+constexpr uint32_t kRefusalsSaid = 10;
 
 class RingBackend final : public Backend {
  public:
@@ -52,8 +57,11 @@ class RingBackend final : public Backend {
   void issue();
   void prepare(IoRequest* request);
   void arm_wakeup();
-  void wait();
-  void check(int result);
+  int submit_and_wait();
+  bool accepted(int result);
+  uint32_t transfers_under_way();
+  void wait_for_room(int error);
+  [[noreturn]] void fail(int result);
   void reap();
   void take_completed();
   void feed();
@@ -81,7 +89,9 @@ class RingBackend final : public Backend {
   TransferQueue queue_;
   uint32_t in_flight_ = 0;
   bool wakeup_armed_ = false;
-  uint64_t wakeups_ = 0;  // what the event descriptor's read fills
+  uint32_t wakeup_at_ = 0;  // its place in the kernel's queue of submissions
+  uint64_t wakeups_ = 0;    // what the event descriptor's read fills
+  uint32_t refusals_ = 0;   // in a row
   std::vector<std::pair<IoRequest*, int>> completed_;
 };
 
@@ -157,7 +167,7 @@ void RingBackend::run() {
     issue();
     if (idle_forever()) break;
     if (!wakeup_armed_) arm_wakeup();
-    wait();
+    if (const int result = submit_and_wait(); !accepted(result)) wait_for_room(-result);
     reap();
   }
   take_retired();  // what came between the last look and the order to stop
@@ -233,6 +243,7 @@ void RingBackend::prepare(IoRequest* request) {
 }
 
 void RingBackend::arm_wakeup() {
+  wakeup_at_ = ring_.native()->sq.sqe_tail;
   io_uring_sqe* entry = io_uring_get_sqe(ring_.native());
   assert(entry != nullptr);
   io_uring_prep_read(entry, event_.get(), &wakeups_, sizeof wakeups_, 0);
@@ -248,29 +259,52 @@ bool RingBackend::work_arrived() {
 
 // Submits what was prepared, and sleeps until something completes. With the depth used up a new
 // request could not be issued anyway, so nobody needs to wake the thread then.
-void RingBackend::wait() {
-  int result = 0;
-  if (in_flight_ == config_.depth) {
-    result = io_uring_submit_and_wait(ring_.native(), 1);
-  } else {
-    sleeping_.store(true, std::memory_order_seq_cst);
-    if (work_arrived()) {
-      sleeping_.store(false, std::memory_order_seq_cst);
-      result = io_uring_submit_and_get_events(ring_.native());
-    } else {
-      result = io_uring_submit_and_wait(ring_.native(), 1);
-      sleeping_.store(false, std::memory_order_seq_cst);
-    }
+int RingBackend::submit_and_wait() {
+  if (in_flight_ == config_.depth) return io_uring_submit_and_wait(ring_.native(), 1);
+  sleeping_.store(true, std::memory_order_seq_cst);
+  if (work_arrived()) {
+    sleeping_.store(false, std::memory_order_seq_cst);
+    return io_uring_submit_and_get_events(ring_.native());
   }
-  check(result);
+  const int result = io_uring_submit_and_wait(ring_.native(), 1);
+  sleeping_.store(false, std::memory_order_seq_cst);
+  return result;
 }
 
-// Interrupted, or short of memory or of room for completions: the rest is submitted next time.
-void RingBackend::check(int result) {
-  const bool passing = result == -EINTR || result == -EAGAIN || result == -EBUSY;
-  if (result < 0 && !passing) {
-    config_.log(50, config_.name + ": io_uring_enter: " + error_text(-result));
-    std::abort();  // requests in flight can neither be finished nor taken back
+// False: the kernel is short of memory or of room for completions, and took nothing.
+bool RingBackend::accepted(int result) {
+  if (result == -EAGAIN || result == -EBUSY) return false;
+  if (result < 0 && result != -EINTR) fail(result);
+  refusals_ = 0;
+  return true;
+}
+
+// Requests in flight can neither be finished nor taken back.
+void RingBackend::fail(int result) {
+  config_.log(50, config_.name + ": io_uring_enter: " + error_text(-result));
+  std::abort();
+}
+
+// Of those in flight, what the kernel has taken.
+uint32_t RingBackend::transfers_under_way() {
+  const uint32_t prepared = io_uring_sq_ready(ring_.native());
+  const bool wakeup = wakeup_armed_ && ring_.native()->sq.sqe_tail - wakeup_at_ <= prepared;
+  return in_flight_ - (prepared - (wakeup ? 1 : 0));
+}
+
+// A transfer that ends gives back what the kernel is short of. It is waited for in a call that
+// submits nothing: one that fails to submit neither waits nor handles completions.
+void RingBackend::wait_for_room(int error) {
+  if (++refusals_ == kRefusalsSaid) {
+    config_.log(30, config_.name + ": io_uring_enter: " + error_text(error) +
+                        "; requests wait until the kernel takes them");
+  }
+  if (transfers_under_way() > 0) {
+    io_uring_cqe* entry = nullptr;
+    const int result = io_uring_wait_cqe(ring_.native(), &entry);
+    if (result < 0 && result != -EINTR) fail(result);
+  } else {
+    std::this_thread::sleep_for(kRefusedPause);  // nothing tells when the kernel has memory again
   }
 }
 
@@ -308,7 +342,8 @@ void RingBackend::feed() {
   if (in_flight_ == config_.depth) return;
   take_submitted();
   issue();
-  if (io_uring_sq_ready(ring_.native()) > 0) check(io_uring_submit(ring_.native()));
+  // What is refused here is submitted with the next wait.
+  if (io_uring_sq_ready(ring_.native()) > 0) accepted(io_uring_submit(ring_.native()));
 }
 
 void RingBackend::handle(IoRequest* request, int result) {
