@@ -443,6 +443,7 @@ class File : public std::enable_shared_from_this<File> {
   void io_done(SlotIo* io, int result);
   void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
   void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
+  void give_up_place(const Extent& extent) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void retire_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void add_barrier(

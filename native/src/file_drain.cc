@@ -330,6 +330,8 @@ void File::io_done(SlotIo* io, int result) {
 // The same bytes go to a new object on the next device that has not failed for them.
 void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) {
   Slot* slot = io->slot;
+  // Of a later try the object goes as a whole: nothing else is in it.
+  if (io->tried.empty()) give_up_place(io->extent);
   const uint16_t failed = io->extent.place.device;
   io->tried.push_back(failed);
   blame(failed, -result);
@@ -357,6 +359,16 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
   slot->io_error = -result;
   actions.add([keep = std::shared_ptr<SlotIo>(std::move(io))] {});
   if (--slot->pending_io == 0) finish_slot(slot, actions);
+}
+
+// Nobody is going to name this place of a write, unless the map does: fallocate(2) was promised it.
+void File::give_up_place(const Extent& extent) {
+  Extent named;
+  const Place& place = extent.place;
+  const bool promised = map_.find(extent.block, &named) && named.place.unwritten &&
+                        named.place.device == place.device && named.place.object == place.object &&
+                        named.place.object_block == place.object_block;
+  if (!promised) garbage_.push_back(extent);
 }
 
 // The map learns of places whose bytes are on the device. False: the journal has no room for them.

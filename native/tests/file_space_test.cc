@@ -1,8 +1,10 @@
 // What a file's bytes take on the devices: fresh places, what is given back, and what is promised.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <csignal>
 #include <filesystem>
 
 #include "engine_fixture.h"
@@ -39,7 +41,51 @@ uint64_t blocks_of(const std::vector<Extent>& extents) {
   return blocks;
 }
 
+// Writes behind this byte of an object fail with EFBIG, which is no verdict on the device.
+class ObjectLimit {
+ public:
+  explicit ObjectLimit(uint64_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    REQUIRE(::getrlimit(RLIMIT_FSIZE, &before_) == 0);
+    const rlimit limit = {bytes, before_.rlim_max};
+    REQUIRE(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
+  }
+  ~ObjectLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  ObjectLimit(const ObjectLimit&) = delete;
+  ObjectLimit& operator=(const ObjectLimit&) = delete;
+
+ private:
+  void (*handler_)(int);
+  rlimit before_{};
+};
+
 }  // namespace
+
+TEST_CASE("the place that a device did not take bytes at is given back, once") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(2);  // its even chunks belong to device 0
+  const std::string bytes = random_bytes(kChunkBytes, 1);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  SUBCASE("a place that the write took") {}
+  SUBCASE("a place that fallocate had promised to these bytes") {
+    REQUIRE(fixture.allocate(*file, 2 * kChunkBytes, kChunkBytes, false) == 0);
+  }
+  REQUIRE(fixture.commit(*file, false) == 0);
+  SnapshotData snapshot;
+  {
+    const ObjectLimit limit(kChunkBytes);
+    REQUIRE(fixture.write(*file, 2 * kChunkBytes, bytes) == 0);
+    REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  }
+  CHECK(blocks_of(snapshot.garbage) == kChunkBytes / kBlockBytes);
+  fixture.make_current(*file, snapshot);
+  fixture.wait_for(fixture.engine().discard(snapshot.garbage));  // behind those before it
+  CHECK(bytes_taken(fixture) == 2 * kChunkBytes);
+  CHECK(fixture.read(*file, 0, kChunkBytes) == bytes);
+  CHECK(fixture.read(*file, 2 * kChunkBytes, kChunkBytes) == bytes);
+}
 
 TEST_CASE("an object in which nothing is left is told of while the file is still open") {
   EngineFixture fixture({2, kChunkBytes, 16});
