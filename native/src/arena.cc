@@ -45,8 +45,19 @@ void write_record(Record* slot, Record record) {
   record.crc = crc32c(0, reinterpret_cast<const char*>(&record), offsetof(Record, crc));
   const uint32_t crc = record.crc;
   record.crc = ~crc;
+  // The word that names the other copy was stored by a release, which later stores may pass.
+  std::atomic_thread_fence(std::memory_order_release);
   *slot = record;
   std::atomic_ref<uint32_t>(slot->crc).store(crc, std::memory_order_release);
+}
+
+// The magic last: without it the arena was never finished, whatever else is there.
+void write_header(arena::Header* to, arena::Header header) {
+  header.magic = arena::kMagic;
+  header.crc = crc32c(0, &header, offsetof(arena::Header, crc));
+  header.magic = 0;
+  *to = header;
+  std::atomic_ref(to->magic).store(arena::kMagic, std::memory_order_release);
 }
 
 // Whether an unsound record may be of an open file: not where a kill tore it, for then nobody was
@@ -194,27 +205,25 @@ Status Arena::map(const Config& config, std::string* warning) {
   for (uint32_t i = arena::kHandlesMax; i-- > 0;) free_handles_.push_back(i);
   if (Status status = journal_->format(); !status.ok()) return cannot_allocate(status.error());
 
-  auto* header = reinterpret_cast<arena::Header*>(base_);
-  *header = arena::Header{};
-  header->magic = arena::kMagic;
-  header->format = arena::kFormat;
-  header->header_bytes = sizeof(arena::Header);
-  copy_id(header->filesystem_id, config.filesystem_id);
-  copy_id(header->boot_id, boot_id());
-  header->slot_bytes = slot_bytes_;
-  header->slot_count = slot_count;
-  header->data_offset = data_at_;
-  header->tables[0] = {arena::Table::Slots, sizeof(arena::SlotRecord), kSlotsAt, slot_count * 2};
-  header->tables[1] = {arena::Table::Handles, sizeof(arena::HandleRecord), handles_at_,
-                       arena::kHandlesMax};
-  header->tables[2] = {arena::Table::Requests, sizeof(arena::RequestRecord), requests_at_,
-                       arena::kRequestsMax};
-  header->tables[3] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
-  header->tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
-                       kJournalAreaBytes};
-  header->tables[5] = {arena::Table::Published, sizeof(arena::PublishedWord), published_at_,
-                       slot_count};
-  header->crc = crc32c(0, base_, offsetof(arena::Header, crc));
+  arena::Header header{};
+  header.format = arena::kFormat;
+  header.header_bytes = sizeof(arena::Header);
+  copy_id(header.filesystem_id, config.filesystem_id);
+  copy_id(header.boot_id, boot_id());
+  header.slot_bytes = slot_bytes_;
+  header.slot_count = slot_count;
+  header.data_offset = data_at_;
+  header.tables[0] = {arena::Table::Slots, sizeof(arena::SlotRecord), kSlotsAt, slot_count * 2};
+  header.tables[1] = {arena::Table::Handles, sizeof(arena::HandleRecord), handles_at_,
+                      arena::kHandlesMax};
+  header.tables[2] = {arena::Table::Requests, sizeof(arena::RequestRecord), requests_at_,
+                      arena::kRequestsMax};
+  header.tables[3] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
+  header.tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
+                      kJournalAreaBytes};
+  header.tables[5] = {arena::Table::Published, sizeof(arena::PublishedWord), published_at_,
+                      slot_count};
+  write_header(reinterpret_cast<arena::Header*>(base_), header);
   return {};
 }
 
@@ -475,17 +484,26 @@ void Arena::publish(Slot* slot, arena::SlotState state, uint64_t ino, uint64_t c
       .store(arena::published_word(record.sequence), std::memory_order_release);
 }
 
+// As long as the sequence is 0, the record is torn: it is 0 before the rest changes, and until all
+// of it has.
 void Arena::write_handle(uint32_t index, arena::HandleRecord record) {
-  const uint64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
-  std::atomic_ref sequence_there(handle_records_[index].sequence);
-  sequence_there.store(0, std::memory_order_release);
-  record.sequence = sequence;
+  record.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
   record.crc = crc32c(0, &record, offsetof(arena::HandleRecord, crc));
-  record.sequence = 0;
-  // As long as the sequence is 0, it is torn; the compiler must not store that first.
-  handle_records_[index] = record;
+  arena::HandleRecord& there = handle_records_[index];
+  const auto store = [](auto& field, auto value) {
+    std::atomic_ref(field).store(value, std::memory_order_relaxed);
+  };
+  store(there.sequence, uint64_t{0});
+  // A release store may be passed by what follows it. Atomic stores do not pass a release fence
+  // (Boehm, "Can seqlocks get along with programming language memory models?", 2012).
   std::atomic_thread_fence(std::memory_order_release);
-  sequence_there.store(sequence, std::memory_order_release);
+  store(there.handle, record.handle);
+  store(there.ino, record.ino);
+  store(there.flags, record.flags);
+  store(there.request, record.request);
+  store(there.crc, record.crc);
+  store(there.killed_by, record.killed_by);
+  std::atomic_ref(there.sequence).store(record.sequence, std::memory_order_release);
 }
 
 Status Arena::record_handle(const arena::HandleRecord& record) {
