@@ -216,14 +216,14 @@ std::shared_ptr<File> Engine::file(uint64_t ino) {
 Status Engine::unload(uint64_t ino) {
   const std::shared_ptr<File> found = file(ino);
   if (found == nullptr) return Status(ENOENT, "inode is not loaded");
-  {
+  return found->retire([this, ino, &found] {
     const MutexLock lock(table_mutex_);
+    const auto it = files_.find(ino);
+    if (it == files_.end() || it->second != found) return Status(ENOENT, "inode is not loaded");
     if (counts_.contains(ino)) return Status(EBUSY, "inode has open handles");
-    if (!found->idle()) return Status(EBUSY, "inode has unsaved bytes");
-    files_.erase(ino);
-  }
-  found->retire();
-  return {};
+    files_.erase(it);
+    return Status();
+  });
 }
 
 Status Engine::revert(uint64_t ino, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
@@ -268,27 +268,32 @@ Status Engine::record_handle(uint64_t handle, uint64_t ino, uint32_t flags, uint
 }
 
 Status Engine::open_handle(uint64_t id, uint64_t ino, uint32_t flags, uint32_t request) {
-  const std::shared_ptr<File> found = file(ino);
-  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
   if (Status status = record_handle(id, ino, flags, request); !status.ok()) return status;
-  register_handle(id, flags, found);
-  return {};
+  Status status = register_handle(id, ino, flags);
+  if (!status.ok()) arena_->forget_handle(id);
+  return status;
 }
 
-void Engine::register_handle(uint64_t id, uint32_t flags, const std::shared_ptr<File>& file) {
+Status Engine::register_handle(uint64_t id, uint64_t ino, uint32_t flags) {
   auto handle = std::make_shared<Handle>();
   handle->id = id;
   handle->flags = flags;
-  handle->file = file;
+  handle->file = file(ino);
+  if (handle->file == nullptr) return Status(ENOENT, "inode is not loaded");
   {
     const MutexLock lock(handle->mutex);
-    handle->errors_seen = file->error_count();
+    handle->errors_seen = handle->file->error_count();
   }
   const MutexLock lock(table_mutex_);
-  Counts& counts = counts_[file->ino()];
+  const auto it = files_.find(ino);
+  if (it == files_.end() || it->second != handle->file) {
+    return Status(ENOENT, "inode was unloaded");
+  }
+  Counts& counts = counts_[ino];
   ++counts.handles;
   if (handle->writable()) ++counts.writers;
   handles_[id] = std::move(handle);
+  return {};
 }
 
 size_t Engine::handle_count() {

@@ -323,8 +323,7 @@ class Engine : public Plane {
   Status open_arena();
   Status check_arena_owner() const;
   void sort_remains(Remains remains);
-  void register_handle(uint64_t handle, uint32_t flags, const std::shared_ptr<File>& file)
-      EXCLUDES(table_mutex_);
+  Status register_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
   Status open_event_fd();
   void relieve_pressure();
   void say_leaving_refused();

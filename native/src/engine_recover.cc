@@ -305,9 +305,7 @@ std::vector<ObjectKey> Engine::held_objects() {
 }
 
 Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
-  const std::shared_ptr<File> found = file(ino);
-  if (found == nullptr) return Status(ENOENT, "inode is not loaded");
-  register_handle(handle, flags, found);
+  if (Status status = register_handle(handle, ino, flags); !status.ok()) return status;
   const std::shared_ptr<Handle> adopted = this->handle(handle);
   if (adopted->writable()) {
     for (const arena::HandleRecord& record : left_handles_) {

@@ -139,6 +139,10 @@ File::Unsaved File::unsaved() {
 
 bool File::idle() {
   const MutexLock lock(mutex_);
+  return is_idle();
+}
+
+bool File::is_idle() const {
   return sequence_ == committed_sequence_ && chains_.empty() && !draining_ && barriers_.empty();
 }
 

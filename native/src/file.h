@@ -291,8 +291,9 @@ class File : public std::enable_shared_from_this<File> {
   Status revert(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
                 std::optional<std::string> content,
                 const std::vector<std::pair<uint32_t, std::string>>& segments) EXCLUDES(mutex_);
-  // Gives back what is preallocated or made but in no version. The file is idle, and over.
-  void retire() EXCLUDES(mutex_);
+  // Ends an idle file, and gives back what is preallocated or made but in no version; EBUSY when it
+  // is not idle. `leave` runs under the file's lock, and may refuse.
+  Status retire(const std::function<Status()>& leave) EXCLUDES(mutex_);
   // Discards everything unsaved; `done` gets every object that the file held.
   void drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) EXCLUDES(mutex_);
 
@@ -334,6 +335,7 @@ class File : public std::enable_shared_from_this<File> {
                      std::optional<std::string> content,
                      const std::vector<std::pair<uint32_t, std::string>>& segments)
       REQUIRES(mutex_);
+  bool is_idle() const REQUIRES(mutex_);
   void touch_times() REQUIRES(mutex_);
   // Bytes from `offset` on are changed: committed ones, maybe.
   void note_replaced(uint64_t offset) REQUIRES(mutex_);

@@ -693,10 +693,12 @@ void File::committed(uint64_t sequence) {
   actions.run();
 }
 
-void File::retire() {
+Status File::retire(const std::function<Status()>& leave) {
   Actions actions;
   {
     const MutexLock lock(mutex_);
+    if (!is_idle()) return Status(EBUSY, "inode has unsaved bytes");
+    if (Status status = leave(); !status.ok()) return status;
     dropped_ = true;  // an object that is still being made goes at once
     std::set<std::pair<uint16_t, uint64_t>> kept = map_.objects();
     kept.insert(recorded_.begin(), recorded_.end());
@@ -710,6 +712,7 @@ void File::retire() {
     }
   }
   actions.run();
+  return {};
 }
 
 void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> done) {
