@@ -124,7 +124,7 @@ def file_table(
     add_figures(table, "open", "rate", "pending", "staged", "since", "durable in")
     for file in files.files[:count]:
         rate = file_rates.get(file.ino)
-        name = show_text(file.path) if file.path else f"inode {file.ino}, without a name"
+        name = show_text(file.path) if file.path else f"inode {file.ino}, no name known"
         table.add_row(
             shortened(name, PATH_COLUMNS),
             str(file.writers) if file.writers else "closed",

@@ -65,7 +65,7 @@ class FileInProgress(msgspec.Struct, kw_only=True, frozen=True):
     `bytes_acknowledged` counts since the inode was loaded. Of these `bytes_pending` are in no
     version yet, and `bytes_staged` on no device. `age_s` is how long ago the oldest byte that is
     not durable was acknowledged; 0 where there is none. `path` starts at the mountpoint, and is
-    empty for a file without a name.
+    empty for a file without a name, and where the catalog cannot be read.
     """
 
     ino: int

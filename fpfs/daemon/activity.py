@@ -5,6 +5,7 @@ Concurrency: trio thread only.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from fpfs.daemon.control import Handler
     from fpfs.daemon.namespace import Namespace
     from fpfs.daemon.registry import DeviceRegistry, Member
+
+_log = logging.getLogger(__name__)
 
 FILES_MAX = 20
 """Files in one answer."""
@@ -135,7 +138,11 @@ class ActivityControl:
             self._paths_until_s = trio.current_time() + PATHS_KNOWN_S
         unknown = [ino for ino in inos if ino not in self._paths]
         if unknown:
-            self._paths |= await self._catalog.read_many(lambda t: _paths(t, unknown))
+            try:
+                self._paths |= await self._catalog.read_many(lambda t: _paths(t, unknown))
+            except OSError as error:
+                # A catalog that cannot be read does not keep the rest back.
+                _log.debug("paths cannot be told: %s", error)
 
 
 def _paths(transaction: Transaction, inos: Sequence[int]) -> dict[int, str]:

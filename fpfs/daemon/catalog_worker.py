@@ -308,11 +308,12 @@ class Worker:
                 self._run_with_leader(batch)
         except (sqlite3.Error, OSError) as error:
             log.error("the catalog's device fails: %s", error)
+            # One of ours says so itself.
+            told = error.strerror if isinstance(error, CatalogError) else None
+            wrong = told or f"the catalog's device fails: {error}"
             for request in batch:
                 if request.kind is not RequestKind.READ or request.outcome is None:
-                    request.outcome = outcome.Error(
-                        CatalogError(f"the catalog's device fails: {error}")
-                    )
+                    request.outcome = outcome.Error(CatalogError(wrong))
 
     def _run_with_leader(self, batch: list[Request]) -> None:
         """Run a batch, with another leader if this one must not be used any more."""
@@ -443,12 +444,12 @@ class Worker:
 
     def _run_read(self, request: Request) -> None:
         """Run an operation that changes nothing."""
-        request.outcome = outcome.capture(request.operation, self._transaction)
-        if isinstance(request.outcome, outcome.Error):
-            error = request.outcome.error
-            if self._is_failure(error):
-                raise error
-            request.outcome = outcome.Error(_translated(error))
+        found = outcome.capture(request.operation, self._transaction)
+        if isinstance(found, outcome.Error):
+            if self._is_failure(found.error):
+                raise found.error
+            found = outcome.Error(_translated(found.error))
+        request.outcome = found
 
     def _roll_back(self) -> None:
         """End a transaction that failed, if SQLite has not done so itself."""

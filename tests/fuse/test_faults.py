@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -325,6 +326,41 @@ def test_the_only_device_of_the_catalog_fails(tmp_path: Path) -> None:
         mount.mount()
         assert_same((mount.root / "old").read_bytes(), OLD)
         assert sorted(os.listdir(mount.root)) == ["folder", "old"]
+
+
+def test_what_is_asked_when_all_devices_have_failed_is_answered_in_one_line(
+    tmp_path: Path,
+) -> None:
+    """The status tells what it can, and where the catalog is needed why it cannot.
+
+    What the server has read before it can tell of a file. The log has lines, and no stack.
+    """
+    with faulty_mount(tmp_path) as (mount, devices):
+        expect_logs(mount, CATALOG)
+        mount.allow_log(f"{AVOIDED}|{STAGED}|{NOT_KEPT}|{NOT_FLUSHED}")
+        path = mount.root / "folder" / "old"
+        path.parent.mkdir()
+        write_durably(path, OLD)
+        mount.flush()
+        mount.remount()  # the server has read none of this yet
+        file = os.open(path, os.O_RDWR)
+        os.pwrite(file, b"staged", 100)
+        for number in range(2):
+            devices.fail(number)
+        shown = run_fpfs("status", mount.root, module="fpfs.cli.ctl")
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert "cannot be read: Input/output error" in shown.stdout
+        asked = run_fpfs("status", path, module="fpfs.cli.ctl")
+        pattern = f"fpfs-ctl: status of {path}: the catalog('s device| answered).*\n"
+        assert re.fullmatch(pattern if asked.returncode else "", asked.stderr)
+        with contextlib.suppress(OSError):  # told here where the background has met it already
+            os.close(file)
+        mount.kill(mount.keeper_pid, mount.server_pid)
+        mount.tear_down()
+        for number in range(2):
+            devices.repair(number)
+        mount.mount()
+        assert path.read_bytes() in (OLD, OLD[:100] + b"staged" + OLD[106:])
 
 
 def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None:

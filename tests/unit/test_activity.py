@@ -245,7 +245,7 @@ def test_what_is_shown() -> None:
     (missing,) = [line for line in lines if line.startswith("1 ")]
     assert missing.split()[2:] == ["missing", *["-"] * 6]
     assert "model.pt" in text
-    assert "inode 2, without a name" in text
+    assert "inode 2, no name known" in text
     assert "only root and the mount's owner" in shown(now, None)
     assert "no file is being written" in shown(now, listed())
     assert "all is durable" in shown(activity(), None)

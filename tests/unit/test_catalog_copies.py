@@ -436,6 +436,10 @@ async def test_a_leader_that_cannot_be_flushed_gives_way(
 def _meet_an_error_of(catalog: Catalog, path: Path, transaction: Transaction) -> None:
     """Make a name; SQLite meets an error where the copy at `path` leads."""
     change(transaction, b"n000011", 11)
+    _read_with_an_error_of(catalog, path, transaction)
+
+
+def _read_with_an_error_of(catalog: Catalog, path: Path, _transaction: Transaction) -> None:
     if catalog.path == path:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR
@@ -509,6 +513,24 @@ async def test_an_operation_that_meets_an_error_of_the_leader_is_run_on_the_othe
     assert sorted(plane) == [b"n%06d" % number for number in kept]
     await catalog.close()
     assert await _check_opens(folder, State(folder, plane, plane)) == plane
+
+
+@trio.testing.trio_test
+async def test_what_is_asked_of_a_catalog_of_which_no_copy_is_left_gets_its_error(
+    tmp_path: Path,
+) -> None:
+    """One of fpfs, which those who ask expect, and not SQLite's."""
+    folder = tmp_path / "catalog"
+    catalog = make_catalog(folder)
+    first, second = paths_of(folder)
+    await make_names(catalog, range(10))
+    await catalog.make_durable()
+    second.unlink()
+    for _ in range(2):
+        with pytest.raises(CatalogError) as refused:
+            await catalog.read(partial(_read_with_an_error_of, catalog, first))
+        assert str(refused.value).count("the catalog's device") == 1
+    await catalog.close()
 
 
 @trio.testing.trio_test
