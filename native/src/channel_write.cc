@@ -205,19 +205,24 @@ void Channel::handle_interrupt(const FuseRequest& request) {
   wake_relay();
 }
 
-// Asks whether the callers of what waits and was interrupted were killed. One may be killed later
-// without another message, so the relay thread comes again while this returns true.
+// Asks whether the callers of what waits and was interrupted were killed; of all that waits while
+// no thread is left that would receive an interrupt. One may be killed later without another
+// message, so the relay thread comes again while this returns true.
 bool Channel::look_at_interrupted() {
+  const bool nobody_receives = receivers_waiting_ >= engine_.config().channel_threads;
   std::vector<std::shared_ptr<Waiting>> interrupted;
   {
     const MutexLock lock(parked_mutex_);
     for (const auto& [unique, waiting] : parked_) {
-      if (waiting->interrupted && !waiting->given_up) interrupted.push_back(waiting);
+      const bool may_be_killed = waiting->interrupted || nobody_receives;
+      if (may_be_killed && !waiting->given_up) interrupted.push_back(waiting);
     }
   }
   for (const std::shared_ptr<Waiting>& waiting : interrupted) {
     if (waiting->looked_at.exchange(true)) continue;
-    inspector_.ask([thread = waiting->thread] { return is_killed(thread) ? 1 : 0; },
+    // Who is interrupted waits for the answer, and can be gone only with it. An asynchronous write
+    // goes on when the thread that began it has ended.
+    inspector_.ask([waiting] { return is_killed(waiting->thread).value_or(waiting->interrupted); },
                    [this, waiting](std::optional<int> killed) {
                      waiting->looked_at = false;
                      if (killed.value_or(0) == 0) return;

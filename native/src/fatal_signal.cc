@@ -122,11 +122,12 @@ bool is_killed_in(std::string_view status) {
   return false;
 }
 
-bool is_killed(pid_t thread) {
+std::optional<bool> is_killed(pid_t thread) {
   if (thread <= 0) return false;
   std::string status;
   const int error = read_of(thread, "status", &status);
-  return error == ENOENT || error == ESRCH || is_killed_in(status);
+  if (error == ENOENT || error == ESRCH) return std::nullopt;
+  return is_killed_in(status);
 }
 
 }  // namespace fpfs

@@ -30,9 +30,9 @@ std::optional<int> fatal_signal(pid_t thread);
 // The same from the text of /proc/PID/stat.
 int fatal_signal_in(std::string_view stat);
 
-// Whether a fatal signal is pending for the thread (the kernel turns each into SIGKILL), or it is
-// gone; false where it cannot be seen. Reads /proc.
-bool is_killed(pid_t thread);
+// Whether a fatal signal is pending for the thread (the kernel turns each into SIGKILL); false
+// where it cannot be seen, nothing when it is gone. Reads /proc.
+std::optional<bool> is_killed(pid_t thread);
 
 // The same from the text of /proc/PID/status.
 bool is_killed_in(std::string_view status);

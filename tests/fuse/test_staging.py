@@ -21,7 +21,7 @@ import pytest
 from fpfs.testing.lab import lab, unavailable_reason
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.contents import assert_same, random_bytes
-from tests.support.processes import expect_line, python_child, run, tell
+from tests.support.processes import KILLED, expect_line, python_child, run, tell
 
 STAGING = "16M"
 STAGING_BYTES = 16 * 2**20
@@ -207,6 +207,92 @@ def test_a_writer_killed_while_it_waits_for_staging_dies(
     freezer.thaw()
     (mount.root / "after").write_bytes(b"goes on")
     mount.flush()
+
+
+KILLER = """
+import os, random, select, signal, sys, time
+folder, waves, all_wait = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "all wait"
+chance = random.Random(1)
+content = bytes(2**20)
+files = [os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT) for number in range(25)]
+for file in files:
+    os.posix_fallocate(file, 0, len(content))
+print("open", flush=True)
+sys.stdin.readline()
+
+def start(file):
+    '''A child that writes when it is told to.'''
+    wait_fd, go_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_fd)
+        os.read(wait_fd, 1)
+        os.write(file, content)
+        os._exit(0)
+    os.close(wait_fd)
+    return pid, os.pidfd_open(pid), go_fd
+
+def waits(pid):
+    with open(f"/proc/{pid}/stack") as stack:
+        return "request_wait_answer" in stack.read()
+
+for wave in range(waves):
+    children = [start(file) for file in files]
+    for pid, _, go_fd in children:
+        os.write(go_fd, b"x")
+        if all_wait:
+            continue
+        until_s = time.monotonic() + chance.uniform(0, 0.001)
+        while time.monotonic() < until_s:
+            pass  # it is killed before, while and after its request is received
+        os.kill(pid, signal.SIGKILL)
+    if all_wait:
+        while not all(waits(pid) for pid, _, _ in children):
+            pass
+        for pid, _, _ in children:
+            os.kill(pid, signal.SIGKILL)
+    for pid, process_fd, go_fd in children:
+        if not select.select([process_fd], [], [], 30)[0]:
+            print(f"{pid} of wave {wave} does not die", flush=True)
+            os._exit(1)
+        assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
+        os.close(process_fd)
+        os.close(go_fd)
+print("all died", flush=True)
+sys.stdin.readline()
+"""
+
+
+@needs_lab
+@pytest.mark.parametrize(("when", "waves"), [("any moment", 20), ("all wait", 2)])
+def test_many_writers_killed_while_they_wait_for_staging_die(
+    frozen_lab: tuple[Mount, Freezer], when: str, waves: int
+) -> None:
+    """Also when the kernel's message of it overtakes the request, or more wait than are let in."""
+    mount, freezer = frozen_lab
+    mount.remount("staging=16M", "receivers=4")
+    mount.allow_log(KILLED)
+    with (
+        python_child(FILLER, mount.root / "endless") as filler,
+        python_child(KILLER, mount.root, waves, when) as killer,
+    ):
+        expect_line(filler, "open")
+        expect_line(killer, "open")
+        freezer.freeze()
+        try:
+            tell(filler)
+            wait_until_waiting(filler)
+            tell(killer)
+            expect_line(killer, "all died")
+            filler.kill()
+            assert filler.wait(timeout=30) == -signal.SIGKILL
+        finally:
+            freezer.thaw()
+        tell(killer)
+    (mount.root / "after").write_bytes(b"goes on")
+    mount.flush()
+    mount.remount()
+    assert (mount.root / "after").read_bytes() == b"goes on"
 
 
 @needs_lab
