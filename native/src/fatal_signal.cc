@@ -70,6 +70,17 @@ int read_of(pid_t thread, const char* name, std::string* text) {
   }
 }
 
+// Whether /proc has the numbers of this process's PID namespace. One of a namespace above has
+// others for its threads, or another process under theirs.
+bool proc_fits() {
+  static const bool fits = [] {
+    std::array<char, 16> self{};
+    const ssize_t length = ::readlink("/proc/self", self.data(), self.size());
+    return std::string_view(self.data(), length > 0 ? length : 0) == std::to_string(::getpid());
+  }();
+  return fits;
+}
+
 }  // namespace
 
 bool surely_lives(pid_t thread) {
@@ -99,7 +110,7 @@ int fatal_signal_in(std::string_view stat) {
 }
 
 std::optional<int> fatal_signal(pid_t thread) {
-  if (thread <= 0) return 0;
+  if (thread <= 0 || !proc_fits()) return 0;
   // Who has memory is not on its way out. Its stat may be held by an exec; statm takes no lock.
   std::string memory;
   std::string stat;
@@ -123,7 +134,7 @@ bool is_killed_in(std::string_view status) {
 }
 
 std::optional<bool> is_killed(pid_t thread) {
-  if (thread <= 0) return false;
+  if (thread <= 0 || !proc_fits()) return false;
   std::string status;
   const int error = read_of(thread, "status", &status);
   if (error == ENOENT || error == ESRCH) return std::nullopt;

@@ -6,7 +6,7 @@
 // answer that may call surely_lives() alone, and asks the ProcessInspector for the rest.
 //
 // `thread` is what FUSE calls the caller's pid; 0 where the caller cannot be seen from this
-// process's PID namespace.
+// process's PID namespace. Nor is anybody seen where /proc is that of another namespace.
 #pragma once
 
 #include <sys/types.h>

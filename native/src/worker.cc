@@ -13,9 +13,12 @@ std::thread start_thread(const std::string& name, std::function<void()> body) {
   sigset_t before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(body));
+  std::thread thread([name, run = std::move(body)] {
+    // Of itself, which does not need a /proc that knows this process by the same number.
+    pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+    run();
+  });
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
   return thread;
 }
 

@@ -1,7 +1,6 @@
 """A small staging arena: many partly filled files, writers that wait, and writers killed waiting.
 
-A device that stands still is made with fsfreeze on a loop device: then staging fills up and stays
-full for as long as the test wants. The first device holds the catalog and stays as it is.
+Staging stays full for as long as a device stands still (`tests.support.frozen`).
 """
 
 from __future__ import annotations
@@ -11,25 +10,25 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fpfs.testing.lab import lab, unavailable_reason
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.contents import assert_same, random_bytes
-from tests.support.processes import KILLED, expect_line, python_child, run, tell
-
-STAGING = "16M"
-STAGING_BYTES = 16 * 2**20
-MEBIBYTE = 2**20
-needs_lab = pytest.mark.skipif(
-    unavailable_reason(throttled=False) is not None,
-    reason=unavailable_reason(throttled=False) or "",
+from tests.support.frozen import (
+    FILLER,
+    STAGING,
+    STAGING_BYTES,
+    Freezer,
+    devices_to_freeze,
+    needs_lab,
+    wait_until_waiting,
 )
+from tests.support.processes import KILLED, expect_line, python_child, tell
+
+MEBIBYTE = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -121,71 +120,17 @@ def test_more_writers_than_slots(small: Mount) -> None:
         (small.root / f"w{number}").unlink()
 
 
-class Freezer:
-    """Freezes and thaws the filesystem of one device."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._frozen = False
-
-    def freeze(self) -> None:
-        """Let writes to the device wait."""
-        run("fsfreeze", "--freeze", self._path)
-        self._frozen = True
-
-    def thaw(self) -> None:
-        """Let them go on."""
-        if self._frozen:
-            run("fsfreeze", "--unfreeze", self._path)
-            self._frozen = False
-
-
 @pytest.fixture
 def frozen_lab(tmp_path: Path) -> Iterator[tuple[Mount, Freezer]]:
     """A small mount on two loop devices, and the means to make the second stand still."""
-    size_bytes = 600 * MEBIBYTE
-    with lab(device_count=2, mib_per_s=0, size_bytes=size_bytes, parent=tmp_path) as made:
-        folders = [path / "device" for path in made.mountpoints]
-        for folder in folders:
-            folder.mkdir()
-        freezer = Freezer(made.mountpoints[1])
-        with mounted(devices=folders, staging=STAGING, parent=tmp_path) as opened:
-            try:
-                yield opened, freezer
-            finally:
-                freezer.thaw()
-
-
-FILLER = """
-import os, sys
-fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
-# Space promised beforehand, so that only staging is missing later.
-os.posix_fallocate(fd, 0, 512 * 2**20)
-print("open", flush=True)
-sys.stdin.readline()
-written = 0
-while written < 512 * 2**20:
-    written += os.write(fd, b"x" * 2**20)
-"""
-
-
-def waits_in_a_request(pid: int) -> bool:
-    return "request_wait_answer" in Path(f"/proc/{pid}/stack").read_text()
-
-
-def wait_until_waiting(child: subprocess.Popen[str]) -> None:
-    """Return when a process has been in one FUSE request for a second: staging is full."""
-    deadline_s = time.monotonic() + 60
-    before, since_s = b"", time.monotonic()
-    while time.monotonic() < deadline_s:
-        assert child.poll() is None
-        switches = Path(f"/proc/{child.pid}/status").read_bytes().rsplit(b"voluntary", 2)[1]
-        if switches != before or not waits_in_a_request(child.pid):
-            before, since_s = switches, time.monotonic()
-        elif time.monotonic() - since_s > 1:
-            return
-        os.sched_yield()
-    raise AssertionError("the writer never waited for staging")
+    with (
+        devices_to_freeze(tmp_path) as (folders, freezer),
+        mounted(devices=folders, staging=STAGING, parent=tmp_path) as opened,
+    ):
+        try:
+            yield opened, freezer
+        finally:
+            freezer.thaw()
 
 
 @needs_lab

@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -66,10 +66,12 @@ def run_program(
 
 
 @contextlib.contextmanager
-def python_child(code: str, *arguments: str | Path | int) -> Iterator[subprocess.Popen[str]]:
+def python_child(
+    code: str, *arguments: str | Path | int, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """A Python child with pipes on stdin and stdout, killed and reaped at the end."""
     child = subprocess.Popen(
-        [sys.executable, "-c", code, *(str(argument) for argument in arguments)],
+        [*prefix, sys.executable, "-c", code, *(str(argument) for argument in arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
