@@ -1,5 +1,5 @@
 """The fixtures of this folder; see tests/support/fixtures.py."""
 
-from tests.support.fixtures import directory, mount, places, plain, target
+from tests.support.fixtures import directory, folder, mount, places, plain, target
 
-__all__ = ["directory", "mount", "places", "plain", "target"]
+__all__ = ["directory", "folder", "mount", "places", "plain", "target"]

@@ -42,9 +42,18 @@ print("ready", flush=True)
 signal.pause()
 """
 
+ASKER = f"""
+import os, signal, sys
+signal.alarm({DEADLINE_S})
+print("asks", flush=True)
+while os.path.exists(sys.argv[1]):
+    pass
+print("gone", flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[Mount]:
+def mount() -> Iterator[Mount]:
     """The mount whose threads must not wait; two of them receive requests."""
     with mounted(options=["receivers=2"]) as opened:
         opened.allow_log(KILLED)
@@ -61,13 +70,10 @@ def other() -> Iterator[Mount]:
 
 
 @pytest.fixture
-def folder(victim: Mount, tmp_path: Path) -> Iterator[Path]:
-    """A folder of one test on the mount; when that hangs, the mount's connection is aborted."""
-    with never_hanging(victim):
-        made = victim.root / tmp_path.name
-        made.mkdir()
-        (made / "file").write_bytes(CONTENT)
-        yield made
+def folder(folder: Path) -> Path:
+    """With a file that was written before."""
+    (folder / "file").write_bytes(CONTENT)
+    return folder
 
 
 def kill_a_writer(path: Path) -> None:
@@ -78,7 +84,7 @@ def kill_a_writer(path: Path) -> None:
         child.wait(timeout=DEADLINE_S)
 
 
-def check(victim: Mount, folder: Path, *, held: str = "") -> None:
+def check(mount: Mount, folder: Path, *, held: str = "") -> None:
     """Others work in all ways, also in the client's own folder, and no thread is left behind.
 
     Except the one that is `held`, which nobody waits for.
@@ -87,29 +93,29 @@ def check(victim: Mount, folder: Path, *, held: str = "") -> None:
     with (folder / "file").open("rb") as reader, (folder / "file").open("r+b") as writer:
         assert_same(reader.read(), CONTENT)  # from the page cache, which the next line invalidates
         writer.write(CONTENT)
-    others_go_on(victim.root / f"{folder.name}-others")
-    victim.flush()
-    wait_at_rest(victim, held=held)
+    others_go_on(mount.root / f"{folder.name}-others")
+    mount.flush()
+    wait_at_rest(mount, held=held)
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("use", USES_OF_MEMORY)
-def test_memory_that_is_never_paged_in(victim: Mount, folder: Path, use: str) -> None:
+def test_memory_that_is_never_paged_in(mount: Mount, folder: Path, use: str) -> None:
     (folder / "client").write_bytes(CONTENT)
     code = f"{MEMORY}\npath = sys.argv[1]\nmemory = paged_out()\n{USES_OF_MEMORY[use]}"
     with python_child(code, folder / "client") as child:
         expect_line(child, "ready")
         wait_in(child.pid, "userfault")
-        check(victim, folder)
+        check(mount, folder)
         child.kill()
         child.wait(timeout=DEADLINE_S)
-    check(victim, folder)
+    check(mount, folder)
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("use", USES_OF_MEMORY)
 def test_memory_on_a_filesystem_that_hangs(
-    victim: Mount, other: Mount, folder: Path, use: str
+    mount: Mount, other: Mount, folder: Path, use: str
 ) -> None:
     (folder / "client").write_bytes(CONTENT)
     with (other.root / "file").open("rb") as cached:
@@ -124,18 +130,18 @@ def test_memory_on_a_filesystem_that_hangs(
             tell(child)
             expect_line(child, "ready")
             wait_in(child.pid, "fuse|folio|request_wait|filemap")
-            check(victim, folder)
+            check(mount, folder)
         child.wait(timeout=DEADLINE_S)
-    check(victim, folder)
+    check(mount, folder)
 
 
 @pytest.mark.root
-def test_a_name_that_goes_from_a_directory_that_somebody_holds(victim: Mount, folder: Path) -> None:
+def test_a_name_that_goes_from_a_directory_that_somebody_holds(mount: Mount, folder: Path) -> None:
     """The kernel is told of a name whose directory's lock a reader holds; others' writes go on.
 
-    When the reader goes on, who only asks for the name finds that it is gone.
+    When the reader goes on, who only asks for the name, and has asked before, finds it gone.
     """
-    partial = victim.root / ".fpfs/partial"
+    partial = mount.root / ".fpfs/partial"
     reader = f"{MEMORY}\npath = sys.argv[1]\nmemory = paged_out()\n{USES_OF_MEMORY['list']}"
     with python_child(WRITER, folder / "step.pt") as killed:
         expect_line(killed, "ready")
@@ -144,18 +150,21 @@ def test_a_name_that_goes_from_a_directory_that_somebody_holds(victim: Mount, fo
             wait_in(holds.pid, "userfault")
             killed.kill()
             killed.wait(timeout=DEADLINE_S)
-            check(victim, folder, held="fpfs-names")
-            tell(holds)
-            assert holds.wait(timeout=DEADLINE_S) == 0
-    wait_at_rest(victim)
+            check(mount, folder, held="fpfs-names")
+            with python_child(ASKER, folder / "step.pt") as asks:
+                expect_line(asks, "asks")
+                check(mount, folder, held="fpfs-names")
+                tell(holds)
+                assert holds.wait(timeout=DEADLINE_S) == 0
+                expect_line(asks, "gone")
+    wait_at_rest(mount)
     assert not (folder / "step.pt").exists()
     (left,) = partial.iterdir()
     assert left.read_bytes() == b"torn"
-    left.unlink()
 
 
 @pytest.mark.root
-def test_what_is_mounted_in_the_mount_stays_when_a_name_goes(victim: Mount, folder: Path) -> None:
+def test_what_is_mounted_in_the_mount_stays_when_a_name_goes(mount: Mount, folder: Path) -> None:
     inner, outer = folder / "inner", folder / "outer"
     inner.mkdir()
     outer.mkdir()
@@ -163,19 +172,17 @@ def test_what_is_mounted_in_the_mount_stays_when_a_name_goes(victim: Mount, fold
     run("mount", "--bind", outer, inner)
     try:
         kill_a_writer(folder / "elsewhere.pt")
-        victim.flush()
-        wait_at_rest(victim)
+        mount.flush()
+        wait_at_rest(mount)
         assert not (folder / "elsewhere.pt").exists()
         assert (inner / "file").read_bytes() == b"outer"
     finally:
         run("umount", inner)
-    for path in (victim.root / ".fpfs/partial").iterdir():
-        path.unlink()
 
 
 @pytest.mark.parametrize("stopped", [suspended, traced])
 def test_a_client_that_is_stopped_in_the_middle_of_writing(
-    victim: Mount, folder: Path, stopped: Callable[[int], AbstractContextManager[None]]
+    mount: Mount, folder: Path, stopped: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     """It is stopped anywhere in a loop of writes, again and again."""
     code = """
@@ -191,14 +198,14 @@ while True:
         expect_line(child, "ready")
         for _ in range(5):
             with stopped(child.pid):
-                check(victim, folder)
+                check(mount, folder)
                 assert_same((folder / "client").read_bytes(), CONTENT)
         child.kill()
         child.wait(timeout=DEADLINE_S)
-    check(victim, folder)
+    check(mount, folder)
 
 
-def test_a_client_whose_exec_hangs_elsewhere(victim: Mount, other: Mount, folder: Path) -> None:
+def test_a_client_whose_exec_hangs_elsewhere(mount: Mount, other: Mount, folder: Path) -> None:
     """It closes a file that never gets closed, and holds what every look at it waits for."""
     code = """
 import os, sys
@@ -216,12 +223,12 @@ os.execlp("true", "true")
         with silent(other):
             tell(child)
             wait_in_exec(child.pid)
-            check(victim, folder)
+            check(mount, folder)
             assert (folder / "before.pt").read_bytes() == b"whole"
         assert child.wait(timeout=DEADLINE_S) == 0
-    victim.flush()
+    mount.flush()
     assert (folder / "after.pt").read_bytes() == b"whole"
-    check(victim, folder)
+    check(mount, folder)
 
 
 def test_the_mount_ends_although_a_client_is_stopped() -> None:

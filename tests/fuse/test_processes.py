@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount, mounted
-from tests.support.hostile import DEADLINE_S, never_hanging, suspended, wait_at_rest
+from tests.support.hostile import DEADLINE_S, suspended, wait_at_rest
 from tests.support.processes import KILLED, expect_line, python_child
 from tests.support.stopped_threads import traced
 
@@ -58,17 +58,6 @@ def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
     with mounted(options=["receivers=2", f"ack={request.param}"]) as opened:
         opened.allow_log(KILLED)
         yield opened
-
-
-@pytest.fixture
-def folder(mount: Mount, tmp_path: Path) -> Iterator[Path]:
-    """A folder of one test; when the mount hangs, its connection is aborted."""
-    with never_hanging(mount):
-        made = mount.root / tmp_path.name
-        made.mkdir()
-        yield made
-        for path in (mount.root / ".fpfs/partial").iterdir():
-            path.unlink()
 
 
 def partials(mount: Mount) -> list[bytes]:

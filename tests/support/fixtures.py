@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount
+from tests.support.hostile import never_hanging
 from tests.support.target import Target, open_target, plain_target
 
 
@@ -42,6 +43,17 @@ def mount(target: Target) -> Mount:
     if not isinstance(target, Mount):
         pytest.skip("only fpfs promises this")
     return target
+
+
+@pytest.fixture
+def folder(mount: Mount, tmp_path: Path) -> Iterator[Path]:
+    """A folder of one test on the mount; when that hangs, the mount's connection is aborted."""
+    with never_hanging(mount):
+        made = mount.root / tmp_path.name
+        made.mkdir()
+        yield made
+        for path in (mount.root / ".fpfs/partial").iterdir():
+            path.unlink()
 
 
 @pytest.fixture
