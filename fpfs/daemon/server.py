@@ -98,6 +98,22 @@ def die(error: BaseException | None) -> NoReturn:
     os._exit(EXIT_DIED)
 
 
+async def run_beside(
+    task: Callable[..., Awaitable[None]],
+    *arguments: object,
+    task_status: trio.TaskStatus[None] | None = None,
+) -> None:
+    """Run a task beside what serves: if it fails, another server takes over.
+
+    Nothing is closed before: that would end the mount. `task_status` is given to those that get it.
+    """
+    named = {} if task_status is None else {"task_status": task_status}
+    try:
+        await task(*arguments, **named)
+    except Exception as error:  # noqa: BLE001 (whatever it was)
+        die(error)
+
+
 class Server:
     """One mounted filesystem, from the first request to the last."""
 
@@ -221,9 +237,12 @@ class Server:
         async with trio.open_nursery() as nursery:
             try:
                 if self._config.options.metrics:
-                    nursery.start_soon(self._serve_metrics, metrics_socket)
+                    serve_metrics = self._serve_metrics
+                    nursery.start_soon(
+                        run_beside, serve_metrics, metrics_socket, name=serve_metrics
+                    )
                 for task in (control.serve, ending.watch_signals, ending.watch_keeper):
-                    await nursery.start(self._run_beside, task)
+                    await nursery.start(run_beside, task, name=task)
                 final = await self._serve(ready, ending, relay_fd, let_go)
                 await control.end_requests()
                 # Nothing that is told to be so may need another server once the keeper knows.
@@ -292,17 +311,6 @@ class Server:
             self._controlled.collected(removed)
             # Those on a device that is missing are looked for when it is back.
             self._catalog.ended_cleanly = not self._changes.registry.missing
-
-    async def _run_beside(
-        self,
-        task: Callable[..., Awaitable[None]],
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Run a task beside what serves: if it fails, another server takes over."""
-        try:
-            await task(task_status=task_status)
-        except Exception as error:  # noqa: BLE001 (whatever it was)
-            die(error)
 
     async def _serve_metrics(self, listener: socket.socket | None) -> None:
         scrape = Scrape(
@@ -511,7 +519,7 @@ async def serve(
             took_over=how.take_over,
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.run)
+            nursery.start_soon(run_beside, engine.run, name=engine.run)
             try:
                 return await server.run(
                     ready=functools.partial(ready, devices), metrics_socket=metrics_socket

@@ -3,12 +3,14 @@
 Python imports this by itself in every process that has this folder in PYTHONPATH; it does something
 in servers only. A request for the extended attribute ``user.NAME`` meets what the file NAME in the
 folder FPFS_TEST_POISON says, if there is one. So does a server that comes to the point NAME (see
-`mark_points`) meet the file ``at-NAME``.
+`mark_points`) meet the file ``at-NAME``. Each task comes to the point ``task-NAME`` when it begins,
+where NAME is trio's for it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import resource
 import signal
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     Handler = Callable[..., Awaitable[object]]
 
@@ -71,8 +73,51 @@ async def meet(name: bytes) -> None:
         await trio.to_thread.run_sync(wait_until_taken_back, order)
     elif how == "block":
         wait_until_taken_back(order)  # nothing else is answered meanwhile
+    elif how == "list":
+        names = sorted({task.name for task in tasks()})
+        order.with_name(f"{order.name}.names").write_text("\n".join(names))
+    elif how.startswith("once end "):
+        end_task(how.removeprefix("once end "))
+        await trio.sleep_forever()  # the next server answers
     elif how:
         die(how.removeprefix("once "))
+
+
+def tasks() -> Iterator[trio.lowlevel.Task]:
+    """All tasks of this process."""
+    root = trio.lowlevel.current_root_task()
+    assert root is not None
+    found = [root]
+    while found:
+        task = found.pop()
+        yield task
+        for nursery in task.child_nurseries:
+            found.extend(nursery.child_tasks)
+
+
+def end_task(name: str) -> None:
+    """Let what a task waits for end with an error, as trio lets it end with Cancelled."""
+
+    def fail() -> NoReturn:
+        raise RuntimeError("as it was ordered")
+
+    mine = trio.lowlevel.current_task()
+    task = next(each for each in tasks() if each.name.startswith(name) and each is not mine)
+    task._attempt_abort(fail)
+
+
+def mark_tasks() -> None:
+    """Let each task that begins come to a point of its name."""
+    start_soon = trio.Nursery.start_soon
+
+    def started(self: trio.Nursery, call: Handler, *arguments: object, name: object = None) -> None:
+        async def begin(*given: object) -> None:
+            come_to(f"task-{trio.lowlevel.current_task().name}")
+            await call(*given)
+
+        start_soon(self, begin, *arguments, name=name or call)
+
+    trio.Nursery.start_soon = started
 
 
 def come_to(point: str) -> None:
@@ -121,6 +166,7 @@ def mark_points() -> None:
     ControlledServer.flush_at_end = flush
     converse = ControlServer._converse
 
+    @functools.wraps(converse)  # tasks are named by it
     async def conversation(self: ControlServer, connection: trio.socket.SocketType) -> None:
         come_to("asked")
         await converse(self, connection)
@@ -173,3 +219,4 @@ def before_the_answer(operation: Handler, *, point: str) -> Handler:
 if "fpfs.daemon.process" in sys.orig_argv:
     poison()
     mark_points()
+    mark_tasks()
