@@ -46,7 +46,7 @@ from fpfs.daemon.catalog_aside import put_aside
 from fpfs.daemon.catalog_contents import Version, list_names, list_orphans
 from fpfs.daemon.catalog_facts import list_below
 from fpfs.daemon.catalog_group_contents import make_one_current
-from fpfs.daemon.catalog_held import list_held
+from fpfs.daemon.catalog_held import is_held, list_held
 from fpfs.daemon.durability import CommitSteps, Durability, StepKind
 from fpfs.daemon.reclaim import Reclaim
 from fpfs.daemon.withheld import Withheld
@@ -306,7 +306,9 @@ class Commit:
             await self._wait_done(self._last_entries[inode.ino])
         if inode.withheld:
             await self.wait_queued()
-        if not inode.users:
+        # What a group keeps gives no space back: it goes when the kernel has forgotten it.
+        is_kept = await self._catalog.read(lambda t: is_held(t, inode.ino))
+        if not is_kept and not inode.users:
             self._delete(inode)
         await self._reclaim.wait_given_back()
 

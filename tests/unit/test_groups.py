@@ -128,3 +128,26 @@ async def test_a_group_is_durable_when_its_commit_is_answered(tmp_path: Path) ->
         await mount.groups.commit(group)
         assert mount.catalog.all_durable
         assert await mount.groups.uncommitted() == []
+
+
+@trio.testing.trio_test
+async def test_the_kernel_may_know_what_a_group_keeps_after_a_removal_on_a_full_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal there gives space back before its answer, and so before the kernel forgets."""
+    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    async with rig(tmp_path) as mount:
+        group = await make_group(mount, "group")
+        await mount.write_file("group/file", bytes(LARGE))
+        await mount.groups.commit(group)
+        before = mount.inodes.count
+        for _ in range(2):
+            file = await mount.resolve("group/file")
+        await mount.namespace.entries.unlink(group, b"file")
+        assert await mount.catalog.read(list_orphans) == [file.ino]
+        assert (await mount.namespace.get_attributes(file.ino)).lookups == 2
+        await mount.groups.commit(group)  # nobody keeps it any more, but the kernel
+        mount.namespace.forget(file.ino, 2)
+        await mount.commit.flush_all()
+        assert await mount.catalog.read(list_orphans) == []
+        assert mount.inodes.count == before - 1
