@@ -28,7 +28,7 @@ import queue
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import outcome
 import trio
@@ -158,6 +158,10 @@ class _Look:
     """In the queue: the thread is to look whether a checkpoint is due."""
 
 
+_Queued: TypeAlias = Request | _Look | _Move | Exception | None
+"""Operations, and what the thread is to do beside them: end with an error, or at None in order."""
+
+
 class Worker:
     """Owner of the connection and its thread."""
 
@@ -165,7 +169,7 @@ class Worker:
         """Take over open copies. `delivered` is called in trio's thread, in order."""
         self._copies = copies
         self._transaction = Transaction(copies.connection)
-        self._queue: queue.SimpleQueue[Request | _Look | _Move | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._move: _Move | None = None  # The thread only.
         self._delivered = delivered
         self._unanswered = 0  # Requests queued and not delivered. Trio thread only.
@@ -186,9 +190,24 @@ class Worker:
         """Run an operation here if the catalog is at rest; returns whether it was run.
 
         What is in trouble (a full device, an error of SQLite's) is left to the thread, which may
-        wait for the device: the operation is run again there.
+        wait for the device: the operation is run again there. After any other error the thread
+        ends, and the server with it.
         """
-        if self._unanswered or not self._running.acquire(blocking=False):
+        if self._unanswered:
+            return False
+        try:
+            if not self._run_at_rest(request):
+                return False
+            self._apply([request])
+        except Exception as error:  # noqa: BLE001 (memory that is short, or a bug)
+            # The catalog may have what memory does not: another server begins with what it has.
+            self._queue.put(error)
+            return False
+        return True
+
+    def _run_at_rest(self, request: Request) -> bool:
+        """Run an operation in trio's thread; returns whether it was run."""
+        if not self._running.acquire(blocking=False):
             return False
         try:
             if self._copies.leader_error is not None:
@@ -206,7 +225,6 @@ class Worker:
             return False
         finally:
             self._running.release()
-        self._apply([request])
         return True
 
     def submit(self, request: Request) -> None:
@@ -340,6 +358,8 @@ class Worker:
             if isinstance(first, _Move):
                 self._move = first
                 return batch, False
+            if isinstance(first, Exception):
+                raise first
             if isinstance(first, Request):
                 batch.append(first)
             if len(batch) == BATCH_MAX:
@@ -350,7 +370,7 @@ class Worker:
                 return batch, False
         return batch, True
 
-    def _wait(self) -> Request | _Look | _Move | None:
+    def _wait(self) -> _Queued:
         """Return what is queued next. Meanwhile, checkpoint in a quiet moment."""
         while True:
             with self._running:

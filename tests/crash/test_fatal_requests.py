@@ -164,3 +164,22 @@ def test_a_thread_that_ends_ends_its_server_and_not_the_mount(
     assert len(os.listdir(mount.root)) == 1001
     mount.remount()
     assert len(os.listdir(mount.root)) == 1001
+
+
+def test_a_change_that_memory_does_not_follow_ends_its_server_and_is_made_once(
+    poisoned: tuple[Mount, Orders],
+) -> None:
+    """Of memory that is short behind the catalog's COMMIT nobody can say what has followed."""
+    mount, orders = poisoned
+    mount.expect_log("fpfs.server: serving failed")
+    mount.expect_log(r"Traceback \(most recent call last\)")
+    mount.expect_log(DIED.format("exit status 70"))
+    (mount.root / "before").mkdir()
+    mount.flush()
+    orders.give("at-committed", "once memory")
+    (mount.root / "made").mkdir()
+    orders.wait_met("at-committed")
+    assert sorted(os.listdir(mount.root)) == ["before", "made"]
+    assert mount.status().restarts == 1
+    (mount.root / "made" / "inside").mkdir()
+    assert (mount.root / "made").stat().st_nlink == 3

@@ -31,6 +31,8 @@ def die(how: str) -> NoReturn:
     """End this process by a fault, or by an error of its own code."""
     if how == "error":
         raise RuntimeError("as it was ordered")
+    if how == "memory":
+        raise MemoryError("as it was ordered")
     faulthandler.disable()  # the log's lines would look like those of a fault of the test's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if how == "exit":
@@ -137,6 +139,7 @@ def come_to(point: str) -> None:
 def mark_points() -> None:
     """Let servers come to points: after each of these calls, but before those at the end."""
     from fpfs.daemon import mounting
+    from fpfs.daemon.catalog_copies import Copies
     from fpfs.daemon.catalog_worker import Worker
     from fpfs.daemon.commit import Commit
     from fpfs.daemon.control import ControlServer
@@ -153,6 +156,7 @@ def mark_points() -> None:
 
         setattr(where, name, pointed)
 
+    after(Copies, "commit", "committed")
     after(mounting, "mount", "mounted")
     after(KeeperLink, "hold", "held")
     after(KeeperLink, "serving", "serving")
