@@ -148,6 +148,10 @@ class Mount:
         with self._client("status") as client:
             return client.ask(AskStatus(), timeout_s=COMMAND_TIMEOUT_S)
 
+    def stored_bytes(self) -> int:
+        """Bytes that objects take on all devices."""
+        return sum(map(stored_bytes, self.devices))
+
     def flush(self) -> Flushed:
         """Make everything durable."""
         with self._client("flush") as client:
@@ -244,6 +248,15 @@ class Mount:
             stamp = read_stamp(str(device), asked="tear down") if device.exists() else None
             if stamp is not None:
                 Path(arena_path(stamp.filesystem_id)).unlink(missing_ok=True)
+
+
+def stored_bytes(device: Path) -> int:
+    """Bytes that objects take on a device; those made ahead of need, or removed, take none."""
+    total = 0
+    for path in (device / "objects").glob("??/*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512
+    return total
 
 
 def kernel_stacks(pid: int) -> str:

@@ -92,12 +92,7 @@ def inodes_used(mount: Mount) -> int:
 def wait_until_given_back(mount: Mount, inodes: int) -> None:
     """Wait until nothing but small contents is left."""
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
-    while inodes_used(mount) > inodes or used_bytes(mount) > SIZE / 2:
+    while inodes_used(mount) > inodes or mount.stored_bytes() > SIZE / 2:
         assert time.monotonic() < deadline_s, "the space does not come back"
         mount.flush()
     assert inodes_used(mount) == inodes
-
-
-def used_bytes(mount: Mount) -> int:
-    """What the objects on all devices take."""
-    return sum(device.bytes_used for device in mount.status().devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from fpfs.testing.lab import unavailable_reason
-from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs, stored_bytes
 from tests.support.contents import random_bytes
 from tests.support.crash import crash
 from tests.support.faults import MEBIBYTE, Filesystem, faulty_mount
@@ -39,15 +38,6 @@ def state(mount: Mount, number: int) -> dict[str, Any]:
         check_fpfs("device", "list", mount.root, "--json", module=CTL)
     )
     return found[number]
-
-
-def content_bytes(folder: Path) -> int:
-    """Bytes that objects take on a device; those that are removed meanwhile take none."""
-    total = 0
-    for path in (folder / "objects").glob("??/*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_blocks * 512
-    return total
 
 
 def check_sound(mount: Mount) -> None:
@@ -84,11 +74,11 @@ def test_everything_goes_elsewhere_and_stays_what_it_was(device: str) -> None:
         mount.flush()
         before = {name: os.stat(mount.root / name) for name in contents}
         folder = mount.devices[int(device)]
-        assert content_bytes(folder) > 1_000_000
+        assert stored_bytes(folder) > 1_000_000
         told = drain(mount, device)
         assert (told["is_empty"], told["damage"]) == (True, [])
         assert told["bytes_moved"] > 1_000_000
-        assert content_bytes(folder) == 0
+        assert stored_bytes(folder) == 0
         assert state(mount, int(device))["state"] == "draining"
         assert not state(mount, int(device))["has_catalog"]
         assert not (folder / "catalog.db").exists()
@@ -106,7 +96,7 @@ def test_everything_goes_elsewhere_and_stays_what_it_was(device: str) -> None:
         contents |= {"later": random_bytes(5_000_000, seed=99)}
         (mount.root / "later").write_bytes(contents["later"])
         check_files(mount, contents)
-        assert content_bytes(folder) == 0
+        assert stored_bytes(folder) == 0
         assert drain(mount, device)["bytes_moved"] == 0
         check_sound(mount)
 
@@ -161,7 +151,7 @@ def test_files_that_are_open_written_and_read_meanwhile() -> None:
         shape[1_000_000:1_500_000] = appended[:500_000]
         contents |= {"save.pt": saved, "file5": bytes(five), "sparse": bytes(shape)}
         check_files(mount, contents)
-        assert content_bytes(mount.devices[1]) == 0
+        assert stored_bytes(mount.devices[1]) == 0
         mount.remount()
         check_files(mount, contents)
         check_sound(mount)
@@ -201,7 +191,7 @@ def test_a_file_that_stays_open_goes_by_the_new_places() -> None:
             os.pwrite(file.fileno(), content[1_500_000:1_600_000], 1_500_000)
             os.fsync(file.fileno())
             check_files(mount, {"file": bytes(content)})
-        assert content_bytes(mount.devices[0]) == 0
+        assert stored_bytes(mount.devices[0]) == 0
         mount.remount()
         check_files(mount, {"file": bytes(content)})
         check_sound(mount)
@@ -219,7 +209,7 @@ def test_what_does_not_fit_on_the_others_is_refused_before_anything_changes(
         (mount.root / "file").write_bytes(contents["file"])
         mount.flush()
         devices.fill(0, leave_bytes=20 * MEBIBYTE)
-        held = content_bytes(mount.devices[1])
+        held = stored_bytes(mount.devices[1])
         assert held > 20 * MEBIBYTE
         done = run_fpfs("device", "drain", mount.root, "1", module=CTL)
         assert done.returncode == 1
@@ -232,7 +222,7 @@ def test_what_does_not_fit_on_the_others_is_refused_before_anything_changes(
         assert done.stderr.count("\n") == 1
         device = state(mount, 1)
         assert (device["state"], device["has_catalog"]) == ("ok", True)
-        assert content_bytes(mount.devices[1]) == held
+        assert stored_bytes(mount.devices[1]) == held
         before = device["bytes_written"]
         (mount.root / "later").write_bytes(b"y" * 4_000_000)
         mount.flush()
@@ -257,11 +247,11 @@ def test_what_several_share_is_moved_once() -> None:
                 file.seek(number * 1_000_000)
                 file.write(bytes([number]) * 1000)
         mount.flush()
-        before = sum(map(content_bytes, mount.devices))
+        before = mount.stored_bytes()
         assert drain(mount, "0")["is_empty"]
         mount.flush()
-        assert content_bytes(mount.devices[0]) == 0
-        assert content_bytes(mount.devices[1]) <= before + 500_000
+        assert stored_bytes(mount.devices[0]) == 0
+        assert stored_bytes(mount.devices[1]) <= before + 500_000
         folder = mount.root / ".fpfs" / "versions"
         kept = sorted(folder.iterdir(), key=lambda each: int(each.name.rpartition("@")[2]))
         assert [each.read_bytes() for each in kept] == versions
@@ -281,8 +271,8 @@ def test_servers_that_die_in_the_middle() -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-            held = content_bytes(mount.devices[1])
-            while content_bytes(mount.devices[1]) in (0, held) and draining.poll() is None:
+            held = stored_bytes(mount.devices[1])
+            while stored_bytes(mount.devices[1]) in (0, held) and draining.poll() is None:
                 pass  # until something has gone
             kill(mount)
             check_files(mount, contents)
@@ -291,7 +281,7 @@ def test_servers_that_die_in_the_middle() -> None:
             draining.wait(timeout=60)
         assert drain(mount, "1")["is_empty"]
         check_files(mount, contents)
-        assert content_bytes(mount.devices[1]) == 0
+        assert stored_bytes(mount.devices[1]) == 0
         mount.remount()
         check_files(mount, contents)
         check_sound(mount)
@@ -352,7 +342,7 @@ def test_what_a_group_keeps_for_a_crash_is_moved_too() -> None:
         mount.flush()
         assert drain(mount, "0")["is_empty"]
         assert (group / "shard").read_bytes() == second[:1_000_000] + first[1_000_000:]
-        assert content_bytes(mount.devices[0]) == 0
+        assert stored_bytes(mount.devices[0]) == 0
         crash(mount)
         mount.mount()
         assert (group / "shard").read_bytes() == first

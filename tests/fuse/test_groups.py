@@ -498,12 +498,7 @@ def test_a_commit_point_keeps_what_has_changed_and_gives_space_back(own: Mount) 
     shutil.rmtree(own.root / "runs")
     (own.root / "taken").unlink()
     own.flush()
-    assert used_bytes(own) == 0
-
-
-def used_bytes(mount: Mount) -> int:
-    """What contents take on the devices."""
-    return sum(device.bytes_used for device in mount.status().devices)
+    assert own.stored_bytes() == 0
 
 
 def test_what_was_durable_of_the_new_content_is_kept(own: Mount, committed: Path) -> None:
@@ -528,7 +523,7 @@ def test_what_was_durable_of_the_new_content_is_kept(own: Mount, committed: Path
     for group in (committed, own.root / "runs/new"):
         shutil.rmtree(group)
     own.flush()
-    assert used_bytes(own) == 0
+    assert own.stored_bytes() == 0
 
 
 def test_what_was_acknowledged_of_the_new_content_is_kept_when_keeper_and_server_die(
@@ -574,7 +569,7 @@ def test_the_removal_of_a_group_is_all_or_nothing(own: Mount, committed: Path) -
     check(committed, BEFORE)
     shutil.rmtree(committed)
     own.flush()
-    assert used_bytes(own) == 0
+    assert own.stored_bytes() == 0
     crash_and_mount(own)
     assert os.listdir(own.root / "runs") == []
     assert uncommitted(own) == []
@@ -656,7 +651,7 @@ def test_former_contents_go_with_what_a_crash_takes_away(own: Mount, committed: 
     assert (group / "small@1").read_bytes() == SMALL
     shutil.rmtree(own.root / "runs")
     own.flush()
-    assert used_bytes(own) == 0
+    assert own.stored_bytes() == 0
     own.unmount()
     check_fpfs("fsck", *own.devices)
     own.mount()

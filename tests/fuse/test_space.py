@@ -336,18 +336,13 @@ def test_truncate_of_an_inline_file(target: Target, directory: Path) -> None:
 
 def test_fsync_before_close_keeps_no_preallocation(mount: Mount, directory: Path) -> None:
     """The close has nothing to commit then, and still gives back what was allocated ahead."""
-
-    def allocated() -> int:
-        objects = [path for device in mount.devices for path in (device / "objects").rglob("*")]
-        return sum(path.stat().st_blocks * 512 for path in objects)
-
-    before = allocated()
+    before = mount.stored_bytes()
     fd = os.open(directory / "file", os.O_WRONLY | os.O_CREAT)
     for _ in range(48):
         os.write(fd, bytes(CHUNK))
     os.fsync(fd)
     os.close(fd)
     deadline_s = time.monotonic() + 10
-    while allocated() > before + 49 * CHUNK and time.monotonic() < deadline_s:
+    while mount.stored_bytes() > before + 49 * CHUNK and time.monotonic() < deadline_s:
         mount.flush()
-    assert allocated() <= before + 49 * CHUNK
+    assert mount.stored_bytes() <= before + 49 * CHUNK

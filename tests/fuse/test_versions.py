@@ -291,14 +291,9 @@ def test_versions_and_restored_contents_survive_a_crash() -> None:
 
 
 def bytes_used(mount: Mount) -> int:
-    """What objects take that hold something; those made ahead of need are empty."""
+    """What objects take when everything is durable."""
     check_fpfs("flush", mount.root, module=CTL)
-    return sum(
-        file.stat().st_blocks * 512
-        for device in mount.devices
-        for file in (device / "objects").rglob("*")
-        if file.is_file()
-    )
+    return mount.stored_bytes()
 
 
 def test_all_space_comes_back() -> None:
