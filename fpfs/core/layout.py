@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MAGIC = 0x47455346
 FORMAT = 2
 FORMAT_WITHOUT_CHECKSUMS = 1
+STORED_UNIT = 4096
+"""A file's last block ends at a multiple of so many bytes."""
 UNWRITTEN = 1
 """Run flag: preallocated, reads as zeros."""
 UNVERIFIED = 2
@@ -134,6 +136,18 @@ def runs_of_file(blobs: Iterable[bytes]) -> list[Run]:
         start = segment.index * SEGMENT_BLOCKS
         runs += [run._replace(block=start + run.block) for run in segment.runs]
     return sorted(runs)
+
+
+def bytes_held(run: Run, size: int) -> int:
+    """Return how many bytes of its object a run takes in a file of a size.
+
+    `run.block` and `size` count from the same place in the file. Of the file's last block only what
+    its bytes need is stored.
+    """
+    unused = 0
+    if run.flags != UNWRITTEN:
+        unused = (run.block + run.count) * BLOCK_BYTES - -(-size // STORED_UNIT) * STORED_UNIT
+    return run.count * BLOCK_BYTES - (unused if 0 < unused < BLOCK_BYTES else 0)
 
 
 def bytes_by_device(runs: Sequence[Run]) -> dict[int, int]:

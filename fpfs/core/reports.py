@@ -279,7 +279,12 @@ class DeviceState(enum.StrEnum):
 
 
 class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """One device directory. `bytes_used` is what its objects take; the rest is its filesystem's."""
+    """One device directory.
+
+    `bytes_used` is what it holds of committed contents, also if it is missing; not what is being
+    written, nor what was replaced or removed and is still to be given back. `bytes_free` and
+    `bytes_total` are its filesystem's.
+    """
 
     number: int
     path: str

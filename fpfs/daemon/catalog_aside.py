@@ -146,6 +146,7 @@ def _split_off(transaction: Transaction, version: Version, content: Content) -> 
         store_segment(transaction, ino, index, blob)
     store_snapshot(transaction, version._replace(ino=ino))
     shares.share(transaction, ino)
+    shares.recount(transaction, shares.references(transaction, ino))
     return ino, record_removals(transaction, _unreferenced(transaction, version, ino))
 
 

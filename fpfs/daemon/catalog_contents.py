@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.errors import DamagedData
 from fpfs.daemon import catalog_held
+from fpfs.daemon import catalog_objects as objects
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_attributes import drop_privileges
 from fpfs.daemon.catalog_schema import row_crc
@@ -34,10 +35,10 @@ INODES_MAX = 10_000
 """Inodes in one query; SQLite takes 32,766 values at most."""
 
 TABLES_BY_INODE = (
-    "objects", "segments", "inline", "xattrs", "partials", "policies", "groups",
+    "segments", "inline", "xattrs", "partials", "policies", "groups",
     "group_members", "inodes",
 )  # fmt: skip
-"""What an inode has rows in, in its column `ino`."""
+"""What an inode has rows in, in its column `ino`, beside `objects`."""
 
 
 class Content(NamedTuple):
@@ -113,10 +114,12 @@ def make_one_current(transaction: Transaction, version: Version) -> int:
         ]
         for garbage in snapshot.garbage:
             gone += shares.give_up_range(transaction, ino, garbage)
+        ranges = {ObjectId(each.device, each.object) for each in snapshot.garbage}
+        shares.recount(transaction, ranges.union(snapshot.dead))
         return record_removals(transaction, gone)
     if not snapshot.dead and not snapshot.garbage:
         return 0
-    transaction.executemany("DELETE FROM objects WHERE device = ? AND id = ?", snapshot.dead)
+    objects.forget(transaction, snapshot.dead)
     return max(
         record_removals(transaction, [Range(*dead, 0, 0) for dead in snapshot.dead]),
         record_removals(transaction, snapshot.garbage),
@@ -126,6 +129,8 @@ def make_one_current(transaction: Transaction, version: Version) -> int:
 def store_snapshot(transaction: Transaction, version: Version) -> None:
     """Store content, size, times and number of a version, and the objects that nobody owns yet."""
     ino, snapshot = version.ino, version.snapshot
+    changed = _changed_segments(transaction, version)
+    before = objects.held_by(transaction, ino, changed)
     transaction.execute(
         "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ?,"
         " unfinished = 0, version = ? WHERE ino = ?",
@@ -152,11 +157,23 @@ def store_snapshot(transaction: Transaction, version: Version) -> None:
         transaction.execute("DELETE FROM segments WHERE ino = ?", (ino,))
     for index, blob in snapshot.segments:
         store_segment(transaction, ino, index, blob)
-    if snapshot.objects:
-        transaction.executemany(
-            "INSERT OR IGNORE INTO objects VALUES (?, ?, ?, ?)",
-            [(device, id_, ino, row_crc(device, id_, ino)) for device, id_ in snapshot.objects],
-        )
+    objects.enter(transaction, ino, snapshot.objects)
+    objects.count_change(transaction, ino, before, objects.held_by(transaction, ino, changed))
+
+
+def _changed_segments(transaction: Transaction, version: Version) -> set[int] | None:
+    """Return the segments of which objects hold something else with a version; None: all.
+
+    The last ones are among them: of a file's last block only what its bytes need is stored.
+    """
+    snapshot = version.snapshot
+    if snapshot.inline is not None:
+        return None
+    row = transaction.execute("SELECT size FROM inodes WHERE ino = ?", (version.ino,)).fetchone()
+    sizes = [snapshot.size] if row is None else [snapshot.size, row[0]]
+    return {index for index, _blob in snapshot.segments}.union(
+        size // objects.SEGMENT_BYTES for size in sizes
+    )
 
 
 def store_segment(transaction: Transaction, ino: int, index: int, blob: bytes) -> None:
@@ -194,10 +211,10 @@ def delete_inodes(
     sharing = shares.are_there(transaction)
     holding = catalog_held.are_there(transaction)
     for ino, held in inodes:
-        objects = {ObjectId(*identity) for identity in held}
+        mine = {ObjectId(*identity) for identity in held}
         if holding and catalog_held.is_held(transaction, ino):
             # A crash would bring it back as it was committed; what it has besides goes.
-            unknown = [place for place in objects if shares.owner(transaction, place) is None]
+            unknown = [place for place in mine if shares.owner(transaction, place) is None]
             gone = [Range(*place, 0, 0) for place in sorted(unknown)]
             removal = max(removal, record_removals(transaction, gone))
             continue
@@ -205,13 +222,14 @@ def delete_inodes(
             "SELECT device, id, crc FROM objects WHERE ino = ?", (ino,)
         ):
             if row_crc(device, id_, ino) == crc:
-                objects.add(ObjectId(device, id_))
+                mine.add(ObjectId(device, id_))
             else:
                 # Following a damaged row could delete another file's object.
                 log.error("object row (%d, %#x) of inode %d is damaged: left", device, id_, ino)
-        places = [Range(*identity, 0, 0) for identity in sorted(objects)]
+        places = [Range(*identity, 0, 0) for identity in sorted(mine)]
         if sharing:
-            places = shares.give_up_all(transaction, ino, objects)
+            places = shares.give_up_all(transaction, ino, mine)
+        objects.forget_all_of(transaction, ino)
         for table in TABLES_BY_INODE:
             transaction.execute(f"DELETE FROM {table} WHERE ino = ?", (ino,))
         removal = max(removal, record_removals(transaction, places))

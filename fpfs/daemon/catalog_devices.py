@@ -48,7 +48,7 @@ def _use_of(number: int, state: int) -> DeviceUse:
 def add_device(transaction: Transaction, device: DeviceRecord) -> tuple[DeviceRecord, ...]:
     """Enter a device; returns all devices."""
     transaction.execute(
-        "INSERT INTO devices VALUES (?, ?, ?, ?)",
+        "INSERT INTO devices (number, device_id, path, state) VALUES (?, ?, ?, ?)",
         (device.number, device.device_id, device.path, device.use),
     )
     return fetch_devices(transaction)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.engine import Move, ObjectId, Range
 from fpfs.core.errors import BusyFile, DamagedData
 from fpfs.core.layout import UNWRITTEN, Run, Segment, decode_segment, encode_segment
+from fpfs.daemon import catalog_objects as objects
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog_contents import record_removals, store_segment
 from fpfs.daemon.catalog_schema import DeviceUse, row_crc
@@ -106,6 +107,7 @@ def store_moves(
     users = []
     is_alone = members == {owner}
     indices = sorted({each.segment for each in planned}) if is_alone else None
+    before = objects.held_by(transaction, owner, indices) if is_alone else None
     for ino in sorted(members):
         used = _rewrite(transaction, ino, planned, indices)
         if used:
@@ -114,14 +116,16 @@ def store_moves(
     if not users:
         return Moved((), (), 0)
     new_owner = owner if owner in users else users[0]
-    transaction.execute(
-        "INSERT INTO objects VALUES (?, ?, ?, ?)",
-        (*target, new_owner, row_crc(*target, new_owner)),
-    )
+    objects.enter(transaction, new_owner, [target])
     if len(members) > 1 or shares.owner(transaction, places[0]) != users[0]:
         for ino in users:
             for place in (*places, target):
                 shares.renew(transaction, ino, place)
+    if before is None:
+        shares.recount(transaction, (*places, target))
+    else:
+        after = objects.held_by(transaction, owner, indices)
+        objects.count_change(transaction, owner, before, after)
     old = [Range(each.device, each.object, each.block, each.count) for each in sorted(made)]
     unused = _unused(planned, made)
     return Moved(tuple(users), tuple(sorted(made)), record_removals(transaction, [*old, *unused]))
@@ -230,7 +234,7 @@ def fetch_objects_on(
 
 
 def remove_unreferenced(
-    transaction: Transaction, device: int, objects: Sequence[HeldObject]
+    transaction: Transaction, device: int, candidates: Sequence[HeldObject]
 ) -> int:
     """Give back objects that no map refers to; returns the largest removal made, or 0.
 
@@ -239,12 +243,12 @@ def remove_unreferenced(
     if _use_of(transaction, device) != DeviceUse.DRAINING:
         return 0
     gone = []
-    for held in objects:
+    for held in candidates:
         place = ObjectId(device, held.id)
         members = referents(transaction, [place])
         if any(place in shares.references(transaction, ino) for ino in members):
             continue
-        transaction.execute("DELETE FROM objects WHERE device = ? AND id = ?", place)
+        objects.forget(transaction, [place])
         transaction.execute("DELETE FROM shares WHERE device = ? AND object = ?", place)
         gone.append(Range(*place, 0, 0))
     return record_removals(transaction, gone)

@@ -28,7 +28,8 @@ from fpfs.daemon.catalog_copies import (
     Copies,
     note_alone,
 )
-from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, migrate, open_database
+from fpfs.daemon.catalog_migration import migrate
+from fpfs.daemon.catalog_schema import FORMAT_VERSION, SEQUENCE, open_database
 from fpfs.daemon.catalog_shape import shape_fault
 from fpfs.daemon.reserve import RESERVE_NAME, empty_if_full
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """1: no `requests`. 2: layout segments without checksums of blocks; no `.fpfs`, nothing shared.
 3: no policies of directories, nothing kept, withheld or in groups. 4: no index of names by inode,
-versions without numbers; devices have no state and no tags."""
+versions without numbers; devices have no state and no tags. 5: not known what objects hold."""
 APPLICATION_ID = 0x46504653  # "FPFS"
 ROOT_INO = 1
 FPFS_INO = 2
@@ -70,9 +70,10 @@ TABLES = (
     """CREATE TABLE filesystem (
         name TEXT PRIMARY KEY, value ANY NOT NULL) STRICT, WITHOUT ROWID""",
     # `state` is a `DeviceUse`: a device that was removed keeps its row, and its number with it.
+    # `bytes` is what its objects hold together.
     """CREATE TABLE devices (
         number INTEGER PRIMARY KEY, device_id TEXT NOT NULL UNIQUE, path TEXT NOT NULL,
-        state INTEGER NOT NULL DEFAULT 0) STRICT""",
+        state INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0) STRICT""",
     """CREATE TABLE device_tags (
         number INTEGER NOT NULL, tag TEXT NOT NULL,
         PRIMARY KEY (number, tag)) STRICT, WITHOUT ROWID""",
@@ -104,8 +105,10 @@ TABLES = (
     """CREATE TABLE segments (
         ino INTEGER NOT NULL, segment INTEGER NOT NULL, blob BLOB NOT NULL, crc INTEGER NOT NULL,
         PRIMARY KEY (ino, segment)) STRICT""",
+    # `bytes` is what an object holds of contents (see `catalog_objects`).
     """CREATE TABLE objects (
         device INTEGER NOT NULL, id INTEGER NOT NULL, ino INTEGER NOT NULL, crc INTEGER NOT NULL,
+        bytes INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (device, id)) STRICT, WITHOUT ROWID""",
     "CREATE INDEX objects_by_ino ON objects (ino)",
     # What may go once the transaction that wrote the row is durable. count 0: the whole object.
@@ -158,15 +161,6 @@ TABLES = (
     """CREATE TABLE requests (
         slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL) STRICT""",
 )
-
-
-ADDED_COLUMNS = (
-    ("inodes", "unfinished"),
-    ("inodes", "kept"),
-    ("inodes", "version"),
-    ("devices", "state"),
-)
-"""Columns that tables of earlier formats lack."""
 
 
 class DeviceUse(enum.IntEnum):
@@ -270,14 +264,14 @@ def _fill(
     }
     connection.executemany("INSERT INTO filesystem VALUES (?, ?)", values.items())
     connection.executemany(
-        "INSERT INTO devices VALUES (?, ?, ?, ?)",
+        "INSERT INTO devices (number, device_id, path, state) VALUES (?, ?, ?, ?)",
         [(d.number, d.device_id, d.path, d.use) for d in devices],
     )
     _fill_directory(connection, ROOT_INO, root.permissions, ROOT_INO, root)
-    _fill_fixed_directories(connection, root)
+    fill_fixed_directories(connection, root)
 
 
-def _fill_fixed_directories(connection: sqlite3.Connection, root: RootOwner) -> None:
+def fill_fixed_directories(connection: sqlite3.Connection, root: RootOwner) -> None:
     """Insert the directories that every filesystem has. The root does not count `.fpfs`."""
     there = {ino for (ino,) in connection.execute("SELECT ino FROM inodes WHERE ino < 16")}
     for ino, permissions, parent, name, cookie in FIXED_DIRECTORIES:
@@ -356,42 +350,6 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID:
         raise CatalogError(f"{path} is not a catalog of fpfs")
-
-
-def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a catalog of an earlier format to the present one; its rows stay as they are.
-
-    Raises `CatalogError`, with nothing changed, when a name is in the way.
-    """
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == FORMAT_VERSION:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    for table, column in ADDED_COLUMNS:
-        columns = connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall()
-        if (column,) not in columns:
-            connection.execute(
-                f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0"
-            )
-    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema").fetchall()}
-    for statement in TABLES:
-        name = statement.replace("UNIQUE ", "", 1).split(maxsplit=3)[2]
-        if name not in there:
-            connection.execute(statement)
-    if connection.execute(
-        "SELECT 1 FROM names WHERE parent = ? AND name = ? AND ino <> ?",
-        (ROOT_INO, b".fpfs", FPFS_INO),
-    ).fetchone():
-        connection.execute("ROLLBACK")
-        raise CatalogError(
-            "there is a file or directory .fpfs, a name that this fpfs uses itself",
-            remedy="mount it with the fpfs that wrote it, and rename that",
-        )
-    owner = connection.execute("SELECT uid, gid FROM inodes WHERE ino = ?", (ROOT_INO,)).fetchone()
-    _fill_fixed_directories(connection, RootOwner(uid=owner[0], gid=owner[1]))
-    connection.execute("INSERT OR IGNORE INTO filesystem VALUES (?, 1)", (SEQUENCE,))
-    connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-    connection.execute("COMMIT")
 
 
 def flush_directory(path: Path) -> None:

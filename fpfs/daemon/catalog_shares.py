@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from fpfs.core.engine import ObjectId, Range
+from fpfs.core.engine import BLOCK_BYTES, ObjectId, Range
 from fpfs.core.errors import DamagedData
 from fpfs.core.layout import runs_of_file
+from fpfs.daemon import catalog_objects as objects
 from fpfs.daemon.catalog_schema import row_crc
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Iterable
 
     from fpfs.daemon.catalog_worker import Transaction
@@ -44,7 +46,7 @@ def sharers(transaction: Transaction) -> frozenset[int]:
     return frozenset(ino for (ino,) in rows)
 
 
-def references(transaction: Transaction, ino: int) -> dict[ObjectId, Spans]:
+def references(transaction: Transaction | sqlite3.Connection, ino: int) -> dict[ObjectId, Spans]:
     """Return what the committed content of an inode refers to."""
     blobs = transaction.execute("SELECT blob FROM segments WHERE ino = ?", (ino,)).fetchall()
     found: dict[ObjectId, Spans] = defaultdict(list)
@@ -79,7 +81,7 @@ def without(spans: Spans, *others: Spans) -> Spans:
     return left
 
 
-def owner(transaction: Transaction, place: ObjectId) -> int | None:
+def owner(transaction: Transaction | sqlite3.Connection, place: ObjectId) -> int | None:
     """Return the inode that an object belongs to; None when the catalog does not know it."""
     row = transaction.execute(
         "SELECT ino FROM objects WHERE device = ? AND id = ?", place
@@ -120,7 +122,7 @@ def give_up_object(
         "SELECT min(ino) FROM shares WHERE device = ? AND object = ?", place
     ).fetchone()[0]
     if heir is None:
-        transaction.execute("DELETE FROM objects WHERE device = ? AND id = ?", place)
+        objects.forget(transaction, [place])
         return [Range(*place, 0, 0)]
     kept = _shared(transaction, place)
     _forget(transaction, heir, place)
@@ -137,10 +139,37 @@ def give_up_all(transaction: Transaction, ino: int, held: Iterable[ObjectId]) ->
     `held` are objects that it had or referred to, beside those that the catalog knows of.
     """
     before = references(transaction, ino)
-    places = set(held).union(before)
-    return [
-        gone for place in sorted(places) for gone in give_up_object(transaction, ino, place, before)
-    ]
+    places = sorted(set(held).union(before))
+    ranges = [gone for place in places for gone in give_up_object(transaction, ino, place, before)]
+    recount(transaction, places)
+    return ranges
+
+
+def recount(transaction: Transaction | sqlite3.Connection, places: Iterable[ObjectId]) -> None:
+    """Count anew what objects hold that have a row, and whose users' maps are sound."""
+    owned: dict[int, list[ObjectId]] = defaultdict(list)
+    for place in places:
+        holder = owner(transaction, place)
+        if holder is not None:
+            owned[holder].append(place)
+    for ino, mine in owned.items():
+        held = objects.held_by(transaction, ino)
+        try:
+            spans = references(transaction, ino)
+            others = {
+                place: without(_shared(transaction, place), spans.get(place, [])) for place in mine
+            }
+        except DamagedData:
+            continue  # fsck and scrub name it; what it hides cannot be counted
+        for place in mine:
+            blocks = sum(end - begin for begin, end in others[place])
+            objects.set_held(transaction, place, held[place] + blocks * BLOCK_BYTES)
+
+
+def shared_objects(transaction: Transaction | sqlite3.Connection) -> list[ObjectId]:
+    """Return the objects that inodes refer to and do not own."""
+    rows = transaction.execute("SELECT DISTINCT device, object FROM shares").fetchall()
+    return [ObjectId(*row) for row in rows]
 
 
 def give_up_range(transaction: Transaction, ino: int, gone: Range) -> list[Range]:
@@ -178,7 +207,7 @@ def _forget(transaction: Transaction, ino: int, place: ObjectId) -> None:
     )
 
 
-def _shared(transaction: Transaction, place: ObjectId) -> Spans:
+def _shared(transaction: Transaction | sqlite3.Connection, place: ObjectId) -> Spans:
     """Return what all who do not own an object refer to of it."""
     return merge(span for _ino, span in _rows(transaction, place))
 
@@ -187,7 +216,9 @@ def _shared_by(transaction: Transaction, ino: int, place: ObjectId) -> Spans:
     return merge(span for sharer, span in _rows(transaction, place) if sharer == ino)
 
 
-def _rows(transaction: Transaction, place: ObjectId) -> list[tuple[int, tuple[int, int]]]:
+def _rows(
+    transaction: Transaction | sqlite3.Connection, place: ObjectId
+) -> list[tuple[int, tuple[int, int]]]:
     found = []
     for ino, block, count, crc in transaction.execute(
         "SELECT ino, block, count, crc FROM shares WHERE device = ? AND object = ?", place

@@ -47,6 +47,7 @@ from fpfs.daemon.activity import ActivityControl
 from fpfs.daemon.catalog_aside import Partial, list_partials
 from fpfs.daemon.catalog_facts import may_list
 from fpfs.daemon.catalog_groups import Uncommitted
+from fpfs.daemon.catalog_objects import held_by_device
 from fpfs.daemon.pacing import Paced
 from fpfs.daemon.scrub import Scrub
 from fpfs.daemon.tracing import Tracing
@@ -178,7 +179,13 @@ class ControlledServer:
         statistics = self._engine.statistics()
         copies = self._catalog.copies()
         members = self._registry.members
-        devices = await run_alone(metrics.device_statuses, members, statistics, copies)
+        held_bytes: Mapping[int, int] = {}
+        try:
+            held_bytes = await self._catalog.read(held_by_device)
+        except OSError as error:
+            # The devices' states are wanted most when the catalog cannot be read.
+            _log.debug("what devices hold cannot be told: %s", error)
+        devices = await run_alone(metrics.device_statuses, members, statistics, copies, held_bytes)
         catalog = await run_alone(metrics.catalog_status, copies)
         return Status(
             version=fpfs.__version__,

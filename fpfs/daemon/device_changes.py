@@ -31,9 +31,10 @@ from fpfs.core.refusal import Refused
 from fpfs.core.reports import DeviceRemoved, DrainStarted
 from fpfs.core.threads import run_alone
 from fpfs.core.units import format_size
-from fpfs.daemon import joining, metrics
+from fpfs.daemon import joining
 from fpfs.daemon.catalog_copies import ALONE_NAME
 from fpfs.daemon.catalog_moves import DeviceUsage
+from fpfs.daemon.catalog_objects import held_by_device
 from fpfs.daemon.catalog_schema import DeviceRecord, DeviceUse, flush_directory
 from fpfs.daemon.opening import CATALOG_NAME
 from fpfs.daemon.registry import DeviceRegistry, still_used
@@ -114,8 +115,7 @@ class DeviceChanges:
                 for other in self.registry.members
                 if other.number != member.number and not (other.is_missing or other.is_draining)
             ]
-            objects = member.directory.objects_path
-            held_bytes = await run_alone(metrics.allocated_bytes, objects)
+            held_bytes = (await self._catalog.read(held_by_device))[member.number]
             free_bytes = await run_alone(_bytes_free, others)
             if not others:
                 raise InvalidOperation(

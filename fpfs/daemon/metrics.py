@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,15 +29,22 @@ from fpfs.daemon.registry import Member
 
 
 def device_statuses(
-    members: Sequence[Member], statistics: EngineStatistics, copies: Sequence[CopyStatus]
+    members: Sequence[Member],
+    statistics: EngineStatistics,
+    copies: Sequence[CopyStatus],
+    held_bytes: Mapping[int, int],
 ) -> tuple[DeviceStatus, ...]:
-    """Status of each device. Blocks: it adds up the objects' allocated bytes."""
+    """Status of each device, which holds so many bytes of contents. Blocks on its filesystem.
+
+    What is not among `held_bytes`, since the catalog cannot be read, is told as 0.
+    """
     with_catalog = {os.path.dirname(copy.path) for copy in copies}
     return tuple(
         msgspec.structs.replace(
             _missing_status(member)
             if member.is_missing
             else _device_status(member, statistics.devices[member.number]),
+            bytes_used=held_bytes.get(member.number, 0),
             tags=tuple(sorted(member.tags)),
             has_catalog=member.path in with_catalog,
         )
@@ -74,12 +81,14 @@ def _device_status(device: Member, figures: DeviceStatistics) -> DeviceStatus:
     if figures.failed:
         state = DeviceState.FAILED
         troubles.insert(0, "failed: new chunks avoid it")
-    bytes_used = bytes_free = bytes_total = 0
+    bytes_free = bytes_total = 0
     try:
         filesystem = os.statvfs(device.path)
         bytes_free = filesystem.f_bavail * filesystem.f_frsize
         bytes_total = filesystem.f_blocks * filesystem.f_frsize
-        bytes_used = allocated_bytes(device.directory.objects_path)
+        # statfs(2) answers for a filesystem that has failed, too.
+        with os.scandir(device.directory.objects_path) as folders:
+            next(folders, None)
     except OSError as problem:
         state = DeviceState.FAILED
         troubles.append(f"cannot be read: {problem.strerror}")
@@ -88,7 +97,7 @@ def _device_status(device: Member, figures: DeviceStatistics) -> DeviceStatus:
         path=device.path,
         state=state,
         error="; ".join(troubles),
-        bytes_used=bytes_used,
+        bytes_used=0,
         bytes_free=bytes_free,
         bytes_total=bytes_total,
         bytes_written=figures.bytes_written,
@@ -99,21 +108,6 @@ def _device_status(device: Member, figures: DeviceStatistics) -> DeviceStatus:
         backend=figures.backend,
         direct=figures.direct,
     )
-
-
-def allocated_bytes(objects_path: str) -> int:
-    """Bytes that the objects below a folder take on their device, preallocation included."""
-    total_blocks = 0
-    for folder in os.scandir(objects_path):
-        if not folder.is_dir(follow_symlinks=False):
-            continue
-        for entry in os.scandir(folder):
-            try:
-                total_blocks += entry.stat(follow_symlinks=False).st_blocks
-            except FileNotFoundError:
-                # Removed since the folder was read: it takes nothing any more.
-                continue
-    return total_blocks * 512
 
 
 def staging_status(statistics: EngineStatistics) -> StagingStatus:

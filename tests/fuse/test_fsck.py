@@ -134,6 +134,14 @@ def damage_an_object_row(devices: DeviceSet) -> None:
     devices.change(("UPDATE objects SET crc = crc + 1 WHERE ino = ?", [devices.ino("other")]))
 
 
+def miscount_an_object(devices: DeviceSet) -> None:
+    devices.change(("UPDATE objects SET bytes = bytes + 1 WHERE ino = ?", [devices.ino("other")]))
+
+
+def miscount_a_device(devices: DeviceSet) -> None:
+    devices.change("UPDATE devices SET bytes = bytes - 1 WHERE number = 1")
+
+
 def share_wrongly(devices: DeviceSet) -> None:
     ((device, id_),) = devices.query(
         "SELECT device, id FROM objects WHERE ino = ? LIMIT 1", devices.ino("other")
@@ -176,6 +184,8 @@ CORRECTED = [
     (forget_an_object, Kind.OBJECTS),
     (give_an_object_away, Kind.OBJECTS),
     (damage_an_object_row, Kind.OBJECTS),
+    (miscount_an_object, Kind.OBJECTS),
+    (miscount_a_device, Kind.OBJECTS),
     (share_wrongly, Kind.SHARES),
     (remove_what_is_needed, Kind.OBJECTS),
     (leave_attributes, Kind.INODE),

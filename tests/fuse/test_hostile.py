@@ -323,6 +323,11 @@ def absurd_objects(devices: DeviceSet) -> None:
     os.truncate(path, 2**42)
 
 
+def absurd_counts(devices: DeviceSet) -> None:
+    devices.change(("UPDATE objects SET bytes = ?", [2**63 - 1]))
+    devices.change(("UPDATE devices SET bytes = ?", [-(2**63)]))
+
+
 def absurd_catalog(devices: DeviceSet) -> None:
     os.truncate(devices.devices[0] / "catalog.db", 2**42)
     os.truncate(devices.devices[1] / "catalog.sums", 2**42)
@@ -363,6 +368,7 @@ def absurd_sums(devices: DeviceSet) -> None:
         no_table,
         foreign_layout,
         absurd_objects,
+        absurd_counts,
         absurd_catalog,
         absurd_sums,
     ],

@@ -141,6 +141,8 @@ def test_a_mount_without_a_device(number: int, is_empty: bool) -> None:
         mount.allow_log(CATALOG)
         mount.expect_log("fpfs.server: mount at .*--degraded")
         fill(mount)
+        mount.flush()
+        held_bytes = mount.status().devices[number].bytes_used
         mount.unmount()
         device = mount.devices[number]
         known = objects_on(device)
@@ -151,6 +153,7 @@ def test_a_mount_without_a_device(number: int, is_empty: bool) -> None:
                 mount.mount()
             assert str(device) in str(refused.value)
             mount.mount("degraded")
+            assert mount.status().devices[number].bytes_used == held_bytes > 0
             check_without(mount, number)
             mount.unmount()
             mount.mount("degraded")

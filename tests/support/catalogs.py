@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fpfs.daemon import catalog_names
+from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import store_xattr
 from fpfs.daemon.catalog_copies import ALONE_NAME
 from fpfs.daemon.catalog_names import NewInode
+from fpfs.daemon.catalog_objects import count_all
 from fpfs.daemon.catalog_schema import (
     FIXED_DIRECTORIES,
     FPFS_INO,
@@ -104,10 +106,15 @@ def name_plane(transaction: Transaction) -> dict[bytes, Entry]:
 def make_earlier(path: Path, *, version: int) -> sqlite3.Connection:
     """Make a catalog that nobody has open what an earlier fpfs would have made; alone."""
     connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("ALTER TABLE devices DROP COLUMN bytes")
+    connection.execute("ALTER TABLE objects DROP COLUMN bytes")
+    connection.execute(f"PRAGMA user_version = {version}")
+    if version == 5:
+        path.with_name("catalog.sums").unlink()
+        return connection
     connection.execute("DROP TABLE device_tags")
     connection.execute("ALTER TABLE devices DROP COLUMN state")
     connection.execute("ALTER TABLE inodes DROP COLUMN version")
-    connection.execute(f"PRAGMA user_version = {version}")
     if version == 4:
         path.with_name("catalog.sums").unlink()
         return connection
@@ -145,6 +152,22 @@ def tables(path: Path) -> dict[str, list[Entry]]:
             name: sorted(connection.execute(f"SELECT * FROM {name}").fetchall(), key=repr)
             for name in names
         }
+
+
+def held(transaction: Transaction) -> dict[str, list[Entry]]:
+    """What the catalog says that objects and devices hold."""
+    return {
+        "objects": transaction.execute("SELECT device, id, bytes FROM objects").fetchall(),
+        "devices": transaction.execute("SELECT number, bytes FROM devices").fetchall(),
+    }
+
+
+def check_held(transaction: Transaction) -> None:
+    """What is said to be held is what all maps say, counted anew."""
+    before = held(transaction)
+    count_all(transaction)
+    shares.recount(transaction, shares.shared_objects(transaction))
+    assert before == held(transaction)
 
 
 def copy_state(folder: Path, destination: Path) -> None:

@@ -223,7 +223,10 @@ async def rig(
         Catalog.format(
             folder / "catalog.db",
             filesystem_id="test",
-            devices=[DeviceRecord(number=0, device_id="a", path=str(folder))],
+            devices=[
+                DeviceRecord(number=number, device_id=name, path=str(folder))
+                for number, name in enumerate("ab")
+            ],
             root=RootOwner(uid=0, gid=0),
         )
     made = Rig(folder, devices or MemoryDevices(), ack=ack, durable_within_s=durable_within_s)

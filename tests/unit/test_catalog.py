@@ -29,7 +29,9 @@ from fpfs.core.errors import (
     EntryExists,
     NoSpace,
 )
+from fpfs.core.questions import PolicyChange
 from fpfs.daemon import catalog_names
+from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
 from fpfs.daemon.catalog_contents import fetch_content
@@ -37,7 +39,7 @@ from fpfs.daemon.catalog_names import NewInode
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION, LOG_BYTES_KEPT
 from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
 from fpfs.daemon.reserve import RESERVE_BYTES, Reserve
-from tests.support.catalogs import make_earlier
+from tests.support.catalogs import held, make_earlier
 from tests.support.rig import LARGE, rig
 
 ROOT = 1
@@ -541,7 +543,7 @@ def shape(path: Path) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 @trio.testing.trio_test
 async def test_an_earlier_format_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     path = formatted(tmp_path)
@@ -555,6 +557,36 @@ async def test_an_earlier_format_is_brought_up_to_date(tmp_path: Path, version: 
         assert catalog.inode_count_at_open == 1
         await catalog.close()
         assert shape(path) == today
+
+
+@trio.testing.trio_test
+async def test_what_an_earlier_format_did_not_count_is_counted(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.policies.change(1, PolicyChange(values={"commit": "group"}))
+        await mount.make_directory("group")
+        for path in ("group/shared", "alone", "cut"):
+            await mount.write_file(path, b"x" * LARGE)
+        await mount.commit.flush_all()
+        await mount.groups.commit((await mount.resolve("group")).ino)
+        handle = await mount.open("group/shared")
+        mount.engine.write(handle, 70_000, b"y" * 100)
+        mount.namespace.files.release(handle)
+        await mount.commit.flush_all()
+        counted = await mount.catalog.read(held)
+        assert await mount.catalog.read(shares.are_there)
+        path = mount.catalog.path
+    assert all(row[-1] > 0 for rows in counted.values() for row in rows)
+    make_earlier(path, version=5).close()
+    CatalogFiles(str(path)).make_sums("test")
+    catalog = Catalog.open(path)
+    assert await catalog.read(held) == counted
+    await catalog.write(lambda t: t.execute("UPDATE shares SET crc = crc + 1").rowcount)
+    await catalog.close()
+    make_earlier(path, version=5).close()
+    CatalogFiles(str(path)).make_sums("test")
+    catalog = Catalog.open(path)  # what is damaged does not keep it from being opened
+    assert sum(row[-1] for row in (await catalog.read(held))["devices"]) > 2 * LARGE
+    await catalog.close()
 
 
 def test_a_name_that_is_taken_keeps_a_catalog_from_being_brought_up_to_date(

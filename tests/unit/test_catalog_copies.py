@@ -337,7 +337,7 @@ async def test_both_copies_are_taken_for_one_process_alone(tmp_path: Path) -> No
     await open_catalog(tmp_path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 @trio.testing.trio_test
 async def test_a_catalog_of_an_earlier_format_is_brought_to_this_one(
     version: int, tmp_path: Path

@@ -23,7 +23,10 @@ BIG, SHARER = 2, 3
 
 def prepare(transaction: Transaction) -> None:
     """A file of three segments whose blocks lie in one object."""
-    transaction.execute("INSERT INTO objects VALUES (?, ?, ?, ?)", (*OLD, BIG, row_crc(*OLD, BIG)))
+    transaction.execute(
+        "INSERT INTO objects (device, id, ino, crc) VALUES (?, ?, ?, ?)",
+        (*OLD, BIG, row_crc(*OLD, BIG)),
+    )
     for index in range(3):
         store(transaction, BIG, index, Run(0, 8, 8 * index, OLD.device, UNVERIFIED, OLD.id))
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from fpfs.core.engine import ObjectId, Range
+from fpfs.core.engine import BLOCK_BYTES, ObjectId, Range
 from fpfs.core.errors import DamagedData
 from fpfs.core.layout import UNVERIFIED, Run, Segment, encode_segment
+from fpfs.daemon import catalog_objects as objects
 from fpfs.daemon import catalog_shares as shares
 from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
 from fpfs.daemon.catalog_contents import store_segment
-from fpfs.daemon.catalog_schema import row_crc
+from tests.support.catalogs import check_held
 
 BLOCKS = 12
 OBJECTS = [ObjectId(device, number) for device in (0, 1) for number in (5, 6)]
@@ -31,7 +32,10 @@ def formatted(folder: Path) -> Path:
     Catalog.format(
         path,
         filesystem_id="test",
-        devices=[DeviceRecord(number=0, device_id="a", path="/a")],
+        devices=[
+            DeviceRecord(number=number, device_id=name, path=f"/{name}")
+            for number, name in enumerate("ab")
+        ],
         root=RootOwner(uid=0, gid=0),
     )
     return path
@@ -47,9 +51,7 @@ def store(transaction: Transaction, ino: int, blocks: set[Block]) -> None:
 
 
 def own(transaction: Transaction, ino: int, place: ObjectId) -> None:
-    transaction.execute(
-        "INSERT INTO objects VALUES (?, ?, ?, ?)", (*place, ino, row_crc(*place, ino))
-    )
+    objects.enter(transaction, ino, [place])
 
 
 def expand(ranges: list[Range]) -> set[Block]:
@@ -107,15 +109,21 @@ class Model:
         self.take_back(shares.give_up_all(self.transaction, ino, []))
         del self.refers[ino]
         store(self.transaction, ino, set())
-        self.transaction.execute("DELETE FROM objects WHERE ino = ?", (ino,))
+        objects.forget_all_of(self.transaction, ino)
 
     def take_back(self, ranges: list[Range]) -> None:
         """Note what is given back, which nobody may refer to."""
         self.given_back |= expand(ranges)
 
     def check(self) -> None:
-        """Nothing that is referred to is given back, and everything else is."""
+        """Nothing that is referred to is given back, and everything else is; all of it counts."""
+        shares.recount(self.transaction, OBJECTS)
+        check_held(self.transaction)
         referred = {block for blocks in self.refers.values() for block in blocks}
+        assert dict(self.transaction.execute("SELECT number, bytes FROM devices").fetchall()) == {
+            number: BLOCK_BYTES * sum(place.device == number for place, _block in referred)
+            for number in (0, 1)
+        }
         everything = {(place, block) for place in OBJECTS for block in range(BLOCKS)}
         assert self.given_back == everything - referred
         for ino, blocks in self.refers.items():

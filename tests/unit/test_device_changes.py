@@ -376,7 +376,9 @@ async def test_what_is_used_is_not_removed(folders: list[Path]) -> None:
         await now.changes.drain("0")
 
         def use(transaction: Transaction) -> None:
-            transaction.execute("INSERT INTO objects VALUES (?, ?, ?, 0)", (*place, 5))
+            transaction.execute(
+                "INSERT INTO objects (device, id, ino, crc) VALUES (?, ?, ?, 0)", (*place, 5)
+            )
 
         def give_back(transaction: Transaction) -> None:
             transaction.execute("DELETE FROM objects")

@@ -28,6 +28,7 @@ from fpfs.daemon.catalog_names import RenameMode
 from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES
 from fpfs.daemon.inodes import Inode
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
+from tests.support.catalogs import check_held
 from tests.support.rig import SUPERUSER, Rig, rig
 from tests.support.system import RenameFlag, renameat2
 
@@ -400,7 +401,8 @@ async def compare(steps: list[Operation], *, crash: bool) -> None:
 
 
 async def check_nothing_leaks(mount: Rig, devices: MemoryDevices) -> None:
-    """Check that every inode has a name and every object belongs to one of them."""
+    """Check that every inode has a name, and every object belongs to one of them and is counted."""
+    await mount.catalog.write(check_held)
     rows = await mount.catalog.read(
         lambda t: t.execute(
             "SELECT (SELECT count(*) FROM inodes), (SELECT count(DISTINCT ino) FROM names) + 1, "

@@ -52,7 +52,8 @@ async def test_objects_that_nobody_refers_to_are_removed(
         mount.catalog.object_base = 4
         await mount.catalog.write(
             lambda t: t.execute(
-                "INSERT INTO objects VALUES (0, ?, 7, ?)", (OLD + 1, row_crc(0, OLD + 1, 7))
+                "INSERT INTO objects (device, id, ino, crc) VALUES (0, ?, 7, ?)",
+                (OLD + 1, row_crc(0, OLD + 1, 7)),
             )
         )
         await mount.write_file("file", bytes(LARGE))

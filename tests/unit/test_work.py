@@ -12,10 +12,11 @@ import trio.testing
 
 from fpfs.core.questions import PolicyChange
 from fpfs.daemon import catalog_group_changes
+from fpfs.daemon.catalog_objects import held_by_device
 from fpfs.daemon.catalog_schema import open_database
 from fpfs.daemon.catalog_worker import Transaction
 from fpfs.daemon.in_progress import files_in_progress
-from tests.support.rig import ROOT, Rig, rig
+from tests.support.rig import LARGE, ROOT, Rig, rig
 from tests.support.work import lines_run, steps_of_sqlite
 
 FEW = 20
@@ -91,6 +92,29 @@ async def test_removing_a_name_takes_no_more_while_much_is_queued(
     few = await work_of_removing(tmp_path / "few", FEW, content=content)
     many = await work_of_removing(tmp_path / "many", MANY, content=content)
     assert many <= few + FEW
+
+
+async def work_of_telling_what_is_held(folder: Path, count: int) -> int:
+    """Steps of telling what `count` contents take on the devices."""
+    await trio.Path(folder).mkdir()
+    async with rig(folder) as mount:
+        for number in range(count):
+            await mount.write_file(f"file{number}", bytes(LARGE))
+        await mount.commit.flush_all()
+        path = mount.catalog.path
+    connection = open_database(path)
+    with contextlib.closing(connection), steps_of_sqlite(connection) as steps:
+        told = held_by_device(Transaction(connection))
+    assert sum(told.values()) == count * -(-LARGE // 4096) * 4096
+    return steps.count
+
+
+@trio.testing.trio_test
+async def test_telling_what_devices_hold_takes_no_more_on_a_full_filesystem(
+    tmp_path: Path,
+) -> None:
+    few = await work_of_telling_what_is_held(tmp_path / "few", FEW)
+    assert await work_of_telling_what_is_held(tmp_path / "many", MANY) == few
 
 
 async def work_of_rolling_back(folder: Path, count: int) -> int:

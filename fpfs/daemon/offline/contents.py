@@ -8,12 +8,13 @@ Concurrency: one thread; the functions own the image that they look at.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.engine import SEGMENT_BLOCKS, ObjectId
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, ObjectId
 from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
-from fpfs.core.layout import Run, Segment, decode_segment
+from fpfs.core.layout import Run, Segment, bytes_held, decode_segment
 from fpfs.core.paths import show_name
 from fpfs.daemon.catalog_contents import SEGMENTS_MAX
 from fpfs.daemon.catalog_schema import row_crc
@@ -60,11 +61,14 @@ def check_contents(
 ) -> Iterator[Found]:
     """Yield what is wrong with maps, contents in the catalog, objects' rows and shares."""
     yield from _check_inline(connection, paths)
-    yield from _collect_runs(connection, paths, devices)
+    damaged = list(_collect_runs(connection, paths, devices))
+    yield from damaged
     yield from _check_overlaps(connection, paths)
     yield from _check_owners(connection)
     yield from _check_shares(connection)
     yield from _check_removals(connection)
+    if not damaged:  # else nobody knows what the objects hold
+        yield from _check_held(connection)
 
 
 def _layout(paths: Paths, ino: int, text: str, *statements: Statement) -> Found:
@@ -147,7 +151,7 @@ def _objects(text: str, place: ObjectId, ino: int, *statements: Statement) -> Fo
 def _check_owners(connection: sqlite3.Connection) -> Iterator[Found]:
     """Each object that a map refers to has a row, of an inode that refers to it."""
     delete = "DELETE FROM objects WHERE device = ? AND id = ?"
-    store = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?)"
+    store = "INSERT OR REPLACE INTO objects (device, id, ino, crc) VALUES (?, ?, ?, ?)"
     users = "(SELECT min(r.ino) FROM runs r WHERE r.device = o.device AND r.object = o.id)"
     for device, id_, ino, crc, user, is_there, is_used in connection.execute(
         f"SELECT o.device, o.id, o.ino, o.crc, {users},"
@@ -251,3 +255,42 @@ def _check_removals(connection: sqlite3.Connection) -> Iterator[Found]:
             )
             place = ObjectId(device, object_)
             yield _objects(text, place, 0, delete)
+
+
+def _check_held(connection: sqlite3.Connection) -> Iterator[Found]:
+    """What objects and devices hold is what the maps of all files say."""
+    totals = dict.fromkeys((n for (n,) in connection.execute("SELECT number FROM devices")), 0)
+    rows = connection.execute(
+        "SELECT o.device, o.id, o.ino, o.bytes, i.size, r.ino, r.block, r.count, r.object_block,"
+        " r.flags FROM objects o LEFT JOIN inodes i ON i.ino = o.ino"
+        " LEFT JOIN runs r ON r.device = o.device AND r.object = o.id ORDER BY o.device, o.id"
+    )
+    wrong = []
+    for (device, id_, owner, known, size), of_object in groupby(rows, lambda row: row[:5]):
+        held = 0
+        mine: Spans = []
+        others: Spans = []
+        for ino, block, count, object_block, flags in (row[5:] for row in of_object):
+            if ino == owner:
+                held += bytes_held(Run(block, count, object_block, device, flags, id_), size or 0)
+            if ino is not None:
+                (mine if ino == owner else others).append((object_block, object_block + count))
+        shared = without(merge(others), mine)
+        held += sum(end - begin for begin, end in shared) * BLOCK_BYTES
+        totals[device] = totals.get(device, 0) + held
+        if held != known:
+            wrong.append((ObjectId(device, id_), owner, known, held))
+    for place, owner, known, held in wrong:
+        text = (
+            f"object {place.id:016x} on device {place.device} holds {held} bytes of contents, and"
+            f" the catalog says {known}"
+        )
+        correct = "UPDATE objects SET bytes = ? WHERE device = ? AND id = ?"
+        yield _objects(text, place, owner, (correct, (held, *place)))
+    for device, known in connection.execute("SELECT number, bytes FROM devices").fetchall():
+        held = totals[device]
+        if held != known:
+            text = f"device {device} holds {held} bytes of contents, and the catalog says {known}"
+            finding = Finding(kind=Kind.OBJECTS, text=text, device=device)
+            correction = ("UPDATE devices SET bytes = ? WHERE number = ?", (held, device))
+            yield Found(finding, (correction,), comes_of_repair=True)

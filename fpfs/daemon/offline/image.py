@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from fpfs.core.engine import CatalogFiles
 from fpfs.core.errors import CatalogError, CatalogTooNew
 from fpfs.daemon.catalog_copies import ALONE_NAME
+from fpfs.daemon.catalog_migration import migrate
 from fpfs.daemon.catalog_schema import (
     FORMAT_VERSION,
     SEQUENCE,
-    migrate,
     open_database,
 )
 from fpfs.daemon.catalog_shape import shape_fault
