@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import os
 import re
 import shutil
@@ -21,22 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.conformance.differences import LIST, report
+from tests.conformance.known import named_filesystem
 from tests.conformance.tap import Outcome, parse
-from tests.support.processes import REPOSITORY
 from tests.support.target import open_target, plain_target
 
-EXPECTED_FAILURES = REPOSITORY / "docs" / "conformance.md"
 FILES_MIN = 238
 """The suite's test files as they are known: fewer are not the suite."""
 TIMEOUT_S = 300
 _EXPECTED = re.compile(r"- `(\w+/\d+\.t)` (\d+(?:, \d+)*): \S.*")
-_DF = """#!/bin/sh
-exec {df} "$@" | sed -E '2,$s/^([^ ]+ +)[^ ]+/\\1ext4/'
-"""
 
 
 def expected_failures(text: str) -> set[tuple[str, int]]:
@@ -46,18 +42,6 @@ def expected_failures(text: str) -> set[tuple[str, int]]:
         if match := _EXPECTED.fullmatch(line):
             found |= {(match[1], int(number)) for number in match[2].split(",")}
     return found
-
-
-@contextlib.contextmanager
-def known_filesystem() -> Iterator[Mapping[str, str]]:
-    """An environment in which df calls every filesystem ext4."""
-    folder = Path(tempfile.mkdtemp(prefix="fpfs-pjdfstest-"))
-    try:
-        (folder / "df").write_text(_DF.format(df=shutil.which("df")))
-        (folder / "df").chmod(0o755)
-        yield {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    finally:
-        shutil.rmtree(folder)
 
 
 def run_file(test: Path, root: Path, environment: Mapping[str, str]) -> Outcome:
@@ -86,7 +70,10 @@ def run_file(test: Path, root: Path, environment: Mapping[str, str]) -> Outcome:
 
 def run_suite(tests: Sequence[Path], root: Path, *, jobs: int) -> dict[str, Outcome]:
     """Run all files; keys are like chmod/00.t."""
-    with known_filesystem() as environment, ThreadPoolExecutor(jobs) as pool:
+    with (
+        named_filesystem("ext4", pattern="[^ ]+") as environment,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         outcomes = pool.map(lambda test: run_file(test, root, environment), tests)
         return {
             f"{test.parent.name}/{test.name}": outcome
@@ -115,13 +102,7 @@ def compare(outcomes: Mapping[str, Outcome], expected: set[tuple[str, int]]) -> 
         for name, outcome in outcomes.items()
         for number, message in outcome.failed.items()
     }
-    unexpected = sorted(failed.keys() - expected)
-    fixed = sorted(entry for entry in expected - failed.keys() if entry[0] in outcomes)
-    for name, number in unexpected:
-        print(f"FAILED {name} {number}: {failed[name, number]}")
-    for name, number in fixed:
-        print(f"PASSED {name} {number}, which {EXPECTED_FAILURES.name} says cannot pass")
-    return len(unexpected) + len(fixed)
+    return report(failed, expected, tried=outcomes)
 
 
 def collect(built: Path, only: Sequence[str]) -> list[Path]:
@@ -160,7 +141,7 @@ def main() -> int:
         outcomes = run_suite(tests, target.root, jobs=arguments.jobs)
     print_counts(outcomes)
     print(f"{time.monotonic() - started_s:.0f} s")
-    expected = expected_failures(EXPECTED_FAILURES.read_text())
+    expected = expected_failures(LIST.read_text())
     return 1 if compare(outcomes, expected) else 0
 
 
