@@ -185,6 +185,16 @@ pjdfstest: setup ## The POSIX suite, built in PJD=dir, against a mount (root)
 	@test -n "$(PJD)" || { echo "make pjdfstest needs PJD=folder of a built pjdfstest"; exit 1; }
 	$(VENV)/bin/python -m tests.conformance.pjdfstest "$(PJD)"
 
+.PHONY: xfstests
+xfstests: setup ## xfstests, built in XFSTESTS=dir, on fpfs and on ext4: what differs (root)
+	@test -n "$(XFSTESTS)" || { echo "make xfstests needs XFSTESTS=folder of a built xfstests"; exit 1; }
+	$(VENV)/bin/python -m tests.conformance.xfstests "$(XFSTESTS)" $(XFSTESTS_ARGS)
+
+.PHONY: ltp
+ltp: setup ## The files tests of LTP, installed in LTP=dir, on fpfs and on ext4: what differs (root)
+	@test -n "$(LTP)" || { echo "make ltp needs LTP=folder of an installed LTP"; exit 1; }
+	$(VENV)/bin/python -m tests.conformance.ltp "$(LTP)" $(LTP_ARGS)
+
 .PHONY: lint
 lint: setup $(STAMPS)/tools-lint ## ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck
 	@.ci/lint $(VENV)
