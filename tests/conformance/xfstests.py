@@ -118,14 +118,9 @@ def ext4_side(folder: Path, prepare: str) -> Iterator[Side]:
 
 def write_what_is_shown(folder: Path) -> None:
     """Write what the suite has to see in /etc and /sbin."""
-    (folder / "helper").mkdir()
     (folder / "sbin").mkdir()
     install = REPOSITORY / "mount_scripts" / "install_mount_helper"
-    run(install, Path(sys.executable).parents[1], folder / "helper")
-    # What a mount prints would be part of what a test says.
-    quiet = folder / "sbin" / "mount.fuse.fpfs"
-    quiet.write_text(f'#!/bin/sh\nexec {folder}/helper/mount.fuse.fpfs "$@" > /dev/null\n')
-    quiet.chmod(0o755)
+    run(install, Path(sys.executable).parents[1], folder / "sbin")
     for name in ("passwd", "group"):
         text = Path(f"/etc/{name}").read_text()
         for number, user in enumerate(_USERS, start=61_001):

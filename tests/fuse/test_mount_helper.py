@@ -100,6 +100,21 @@ def test_mount_with_a_type_and_devices_as_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("helper")
+def test_mount_says_nothing_unless_asked(tmp_path: Path) -> None:
+    """As with other filesystems: who runs mount(8) in a script reads what it says as an error."""
+    for name in ("one", "mount"):
+        (tmp_path / name).mkdir()
+    options = f"staging=16M,log={tmp_path}/log"
+    for flags, said in (((), ""), (("-v",), f"mounted at {tmp_path}/mount over {tmp_path}/one")):
+        command = ("mount", *flags, "-t", "fuse.fpfs", "-o", options, tmp_path / "one")
+        done = run(*command, tmp_path / "mount")
+        assert run("umount", tmp_path / "mount").returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
+        assert said in done.stdout
+        assert bool(said) == bool(done.stdout)
+
+
+@pytest.mark.usefixtures("helper")
 def test_a_refusal_reaches_the_caller_of_mount(fstab: Path) -> None:
     (fstab.parent / "one" / "thesis.tex").touch()
     done = run("mount", "-T", fstab, fstab.parent / "mount")
