@@ -22,7 +22,7 @@ if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   list(APPEND FPFS_WARNINGS -Wthread-safety -Wno-sign-conversion)
 endif()
 if("${FPFS_SANITIZE}" STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # GCC warns that ThreadSanitizer does not model atomic_thread_fence; none is used here.
+  # GCC warns that ThreadSanitizer does not model atomic_thread_fence: the arena's are for kills.
   list(APPEND FPFS_WARNINGS -Wno-tsan)
 endif()
 
