@@ -101,8 +101,10 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
     """The devices of a filesystem, locked against a mount; nothing in them is changed here.
 
     Without `to_change`, others may look at them meanwhile, and copies of the directories are as
-    good as the originals. Raises `Refused`.
+    good as the originals, wherever they lie. Raises `Refused`.
     """
+    for path in paths if to_change else ():
+        check_trusted(path, asked=asked)
     resolved = _check_paths(paths, asked=asked)
     stamps = []
     for path in resolved:

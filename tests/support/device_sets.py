@@ -49,6 +49,7 @@ class DeviceSet:
                 else:
                     entry.unlink()
             shutil.copytree(self._kept / device.name, device, dirs_exist_ok=True)
+            os.chown(device, os.geteuid(), os.getegid())
 
     def change(self, *statements: str | tuple[str, Sequence[Any]]) -> None:
         """Change the catalog, both copies alike, with checksums that fit."""

@@ -11,6 +11,8 @@ import pytest
 from fpfs.core.refusal import Refused
 from fpfs.daemon.devices import open_devices
 from fpfs.daemon.launch import format_devices
+from fpfs.daemon.offline.export import export
+from fpfs.daemon.offline.fsck import Wishes, check_devices
 from fpfs.daemon.trusted_path import check_trusted
 
 NOBODY_UID = 65534
@@ -126,6 +128,31 @@ def test_no_mount_uses_what_others_may_write_to(device: Path) -> None:
     with pytest.raises(Refused, match="everybody may write"):
         open_devices([str(device)], mountpoint="/ckpt", asked="mount")
     assert sorted(os.listdir(device)) == before
+
+
+def test_nothing_is_repaired_where_others_may_write(device: Path) -> None:
+    """A check alone reads regular files, which may be anybody's, and writes nothing."""
+    format_devices([str(device)])
+    device.parent.chmod(0o777)
+    look = Wishes(repair=False, data=False, progress=lambda _done, _total: None)
+    check_devices([str(device)], look)
+    with pytest.raises(Refused, match="everybody may write"):
+        check_devices([str(device)], look._replace(repair=True))
+
+
+@needs_root
+def test_root_exports_nothing_from_where_others_may_write(device: Path, tmp_path: Path) -> None:
+    """They would choose what becomes a set-user-id program of root, or a device node."""
+    format_devices([str(device)])
+    device.parent.chmod(0o777)
+    with pytest.raises(Refused, match="everybody may write"):
+        export(
+            [str(device)],
+            str(tmp_path / "copy"),
+            subtree="/",
+            progress=lambda _done, _total: None,
+        )
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_link_is_looked_at_before_it_is_resolved(device: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from fpfs.daemon.offline.fsck import image_folder, open_image, refusing_image
 from fpfs.daemon.offline.names import is_name
 from fpfs.daemon.offline.objects import READ_BLOCKS, Objects
 from fpfs.daemon.places import arena_path
+from fpfs.daemon.trusted_path import check_trusted
 
 if TYPE_CHECKING:
     import sqlite3
@@ -115,6 +116,9 @@ def export(
             remedy="name all device directories of a filesystem, and then an empty directory",
         )
     with contextlib.ExitStack() as stack:
+        # As root, what a device says makes set-user-id programs and device nodes.
+        for path in paths if os.geteuid() == 0 else ():
+            check_trusted(path, asked=asked)
         devices = stack.enter_context(find_devices(paths, asked=asked))
         folder = stack.enter_context(image_folder(asked))
         image = open_image(devices, folder, asked=asked)
