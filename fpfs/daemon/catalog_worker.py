@@ -222,6 +222,7 @@ class Worker:
                 return False
         except (sqlite3.Error, OSError) as error:
             log.debug("the catalog's thread is to run an operation again: %s", error)
+            self._transaction.rolled_back()
             return False
         finally:
             self._running.release()

@@ -534,6 +534,30 @@ async def test_what_is_asked_of_a_catalog_of_which_no_copy_is_left_gets_its_erro
 
 
 @trio.testing.trio_test
+async def test_numbers_are_not_used_twice_after_an_operation_that_was_run_again(
+    tmp_path: Path,
+) -> None:
+    """The first time there is no room for it, and SQLite takes back what it had stored."""
+    folder = tmp_path / "catalog"
+    catalog = make_catalog(folder)
+    taken: list[int] = []
+
+    def take(transaction: Transaction) -> None:
+        pages = 1 if not taken else 1_000_000
+        transaction.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+        taken.append(transaction.take_number())
+        store_xattr(transaction, 1, b"user.large", bytes(60_000), ctime_ns=1)
+
+    await catalog.write(take)
+    assert len(taken) == 2
+    copy_state(folder, tmp_path / "crashed")
+    await catalog.close()
+    catalog = open_catalog(tmp_path / "crashed")
+    assert await catalog.write(lambda t: t.take_number()) > max(taken)
+    await catalog.close()
+
+
+@trio.testing.trio_test
 async def test_numbers_are_not_used_twice_after_a_change_of_the_leader(tmp_path: Path) -> None:
     folder = tmp_path / "catalog"
     catalog = make_catalog(folder)
