@@ -34,7 +34,7 @@ SUITE = "xfstests"
 GROUP = "generic/quick"
 GROUP_TESTS_MIN = 600
 """The group as it is known: fewer are not the suite."""
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 DISK_BYTES = 6 * 2**30
 MOUNT_OPTIONS = "staging=64M"
 DISKS = ("test", "scratch")
