@@ -4,7 +4,7 @@ Usage: python -m tests.conformance.xfstests XFSTESTS [-g generic/quick] [--only 
 
 XFSTESTS is a folder in which xfstests was built. Each test runs by itself, on two disks that stay
 from test to test as the suite wants it; one that hangs is killed with all it mounted. What ext4
-does not pass is not run on fpfs.
+does not pass is not run on fpfs. One run at a time: two would share the suite's files in /tmp.
 
 docs/conformance.md lists what ends otherwise on fpfs, each with its reason; an entry that is not
 found any more is an error, too. What tests said is kept under build/conformance.
