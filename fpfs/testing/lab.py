@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fpfs.core.mounts import mount_table
 from fpfs.testing.throttle import CgroupVersion, Throttle, ThrottleError, find_throttle
 
 if TYPE_CHECKING:
@@ -344,10 +345,7 @@ def _loops_by_image(images: Sequence[Path]) -> dict[Path, str]:
 
 def _mountpoints_of(device_number: str) -> list[str]:
     """Where a block device is mounted, innermost last mounted first."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    fields = [line.split(" ") for line in lines]
-    escaped = [field[4] for field in fields if field[2] == device_number]
-    return [name.encode().decode("unicode_escape") for name in reversed(escaped)]
+    return [each.mountpoint for each in reversed(mount_table()) if each.device == device_number]
 
 
 def _device_number(loop: str) -> str:

@@ -143,7 +143,8 @@ def _version_2(mount: Path, own_cgroups: Path) -> Throttle:
 
 def controller_mount(mountinfo: Path, *, filesystem: str, option: str | None) -> Path | None:
     """Where a hierarchy is mounted: ``cgroup2``, or ``cgroup`` with a controller `option`."""
-    for line in mountinfo.read_text().splitlines():
+    # Not splitlines(), nor text: another mountpoint may hold any bytes.
+    for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")):
         before, after = line.split(" - ", 1)
         kind, _, super_options = after.split(" ", 2)
         if kind == filesystem and (option is None or option in super_options.split(",")):

@@ -14,10 +14,10 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.support.faults import make_ext4
 from tests.support.processes import run
 
 END_S = 60
@@ -48,20 +48,6 @@ def ext4_mounted(folder: Path, *, size_bytes: int) -> Iterator[Path]:
             yield folder
         finally:
             run("umount", folder)
-
-
-def make_ext4(device: str) -> None:
-    """Format a block device; waits until a mount that is on its way out has left it."""
-    deadline_s = time.monotonic() + END_S
-    while True:
-        try:
-            os.close(os.open(device, os.O_RDWR | os.O_EXCL))
-            break
-        except OSError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.1)  # nothing tells when the kernel has let go
-    run("mkfs.ext4", "-q", "-F", device)
 
 
 # A mount namespace begins with copies of all mounts. What others take down meanwhile would stay in

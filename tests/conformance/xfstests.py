@@ -27,7 +27,8 @@ from fpfs.daemon.stamp import read_stamp
 from tests.conformance.differences import HANG, PASS, Result
 from tests.conformance.known import named_filesystem
 from tests.conformance.pairs import Pair, Side, arguments_of, conclude, outputs, run_on_pairs
-from tests.conformance.sandbox import ext4_mounted, loop_device, make_ext4, run_alone
+from tests.conformance.sandbox import ext4_mounted, loop_device, run_alone
+from tests.support.faults import make_ext4
 from tests.support.processes import REPOSITORY, run
 
 SUITE = "xfstests"

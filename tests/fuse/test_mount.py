@@ -339,7 +339,7 @@ def test_reads_are_asked_for_by_half_a_chunk_and_well_ahead() -> None:
         assert entry is not None
         line = next(
             line
-            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")
             if f" {entry.device} " in line
         )
         assert f"max_read={MAX_READ_BYTES}" in line.split(" - ")[1].split(",")

@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 
 from fpfs.testing import lab
+from tests.support.faults import make_ext4
 
 SCRIPT = Path(__file__).resolve().parents[2] / "mount_scripts" / "lab"
 MIB = 1024 * 1024
@@ -274,3 +275,39 @@ def test_exec_of_nothing(directory: Path, command: list[str], said: str) -> None
     lab.up(directory, device_count=1, mib_per_s=0, size_bytes=SIZE_BYTES)
     done = run_script("exec", str(directory), *command)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_a_lab_goes_although_another_mountpoint_has_an_odd_name(tmp_path: Path) -> None:
+    """Its name holds what ends a line elsewhere, and is no text."""
+    odd = os.fsencode(tmp_path) + b"/odd \x0b\xff\xc2\x85"
+    os.mkdir(odd)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", odd], check=True)
+    try:
+        with lab.lab(device_count=1, mib_per_s=0, size_bytes=SIZE_BYTES, parent=tmp_path) as made:
+            image = str(made.images[0])
+            assert image in attached_images()
+        assert image not in attached_images()
+    finally:
+        subprocess.run(["umount", odd], check=True)
+
+
+def test_a_device_is_unused_when_the_last_mount_namespace_has_left_it(tmp_path: Path) -> None:
+    with lab.lab(device_count=1, mib_per_s=0, size_bytes=SIZE_BYTES, parent=tmp_path) as made:
+        (device,) = made.devices()
+        assert device.loop is not None
+        holder = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", "echo ready; read -r _"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        with holder:
+            assert holder.stdout.readline() == "ready\n"
+            subprocess.run(["umount", made.mountpoints[0]], check=True)
+            with pytest.raises(OSError, match="busy"):
+                os.close(os.open(device.loop, os.O_RDWR | os.O_EXCL))
+            holder.stdin.write("\n")
+            holder.stdin.flush()
+            make_ext4(device.loop)

@@ -30,6 +30,7 @@ WITHOUT_LOG = struct.pack("I", 2)
 BALLAST = "ballast"
 BUSY_S = 10.0
 BUSY_RETRY_S = 0.1
+UNUSED_S = 60.0
 
 
 class Filesystem(enum.Enum):
@@ -37,6 +38,29 @@ class Filesystem(enum.Enum):
 
     XFS = "xfs"
     EXT4 = "ext4"
+
+
+def wait_until_unused(device: str) -> None:
+    """Return when no filesystem on a block device is mounted any more.
+
+    Whoever makes a mount namespace has a copy of every mount, for a moment at least.
+    """
+    deadline_s = time.monotonic() + UNUSED_S
+    while True:
+        try:
+            os.close(os.open(device, os.O_RDWR | os.O_EXCL))
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(BUSY_RETRY_S)  # nothing tells when the kernel has let go
+        else:
+            return
+
+
+def make_ext4(device: str) -> None:
+    """Format a block device, once it is unused."""
+    wait_until_unused(device)
+    run("mkfs.ext4", "-q", "-F", device)
 
 
 class FaultyDevices:
@@ -51,7 +75,7 @@ class FaultyDevices:
         if filesystem is Filesystem.EXT4:
             for number, mountpoint in enumerate(self.mountpoints):
                 run("umount", mountpoint)
-                run("mkfs.ext4", "-q", "-F", self._loops[number])
+                make_ext4(self._loops[number])
                 self._mount(number)
         self.folders = [mountpoint / "device" for mountpoint in self.mountpoints]
         for folder in self.folders:
@@ -110,7 +134,9 @@ class FaultyDevices:
                     raise
                 time.sleep(BUSY_RETRY_S)  # nothing tells when a mount ceases to be busy
             else:
-                return
+                break
+        # Or it would be mounted as it is, and not as its disk has it.
+        wait_until_unused(self._loops[number])
 
     def repair(self, number: int) -> None:
         """Mount a device again; nothing may be open on it."""
