@@ -166,11 +166,13 @@ class DeviceChanger:
                 self._unusable.add(Path(path).name)
 
     def run(self) -> None:
-        """Change the devices until the input ends."""
+        """Add a device and drain one, and go on with any change until the input ends."""
         everything: list[Callable[[], None]] = [
             *[self.add] * 2, *[self.start_drain] * 2, *[self.drain] * 6, self.keep,
             *[self.remove] * 3,
         ]  # fmt: skip
+        self.add()
+        self.start_drain()
         while not select.select([sys.stdin], [], [], 0)[0]:
             self._random.choice(everything)()
             time.sleep(self._random.uniform(0, REST_S_MAX))  # any moment will do
