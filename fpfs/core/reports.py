@@ -282,8 +282,8 @@ class DeviceStatus(msgspec.Struct, kw_only=True, frozen=True):
     """One device directory.
 
     `bytes_used` is what it holds of committed contents, also if it is missing; not what is being
-    written, nor what was replaced or removed and is still to be given back. `bytes_free` and
-    `bytes_total` are its filesystem's.
+    written, nor what was replaced or removed and is still to be given back; 0 where the catalog
+    cannot be read. `bytes_free` and `bytes_total` are its filesystem's.
     """
 
     number: int
