@@ -130,7 +130,8 @@ def store_snapshot(transaction: Transaction, version: Version) -> None:
     """Store content, size, times and number of a version, and the objects that nobody owns yet."""
     ino, snapshot = version.ino, version.snapshot
     changed = _changed_segments(transaction, version)
-    before = objects.held_by(transaction, ino, changed)
+    replaced = objects.load_segments(transaction, ino, changed)
+    before = objects.held_in(transaction, ino, replaced)
     transaction.execute(
         "UPDATE inodes SET size = ?, allocated_bytes = ?, mtime_ns = ?, ctime_ns = ?,"
         " unfinished = 0, version = ? WHERE ino = ?",
@@ -153,12 +154,14 @@ def store_snapshot(transaction: Transaction, version: Version) -> None:
         )
     else:
         transaction.execute("DELETE FROM inline WHERE ino = ?", (ino,))
-    if snapshot.inline is not None:
+    if snapshot.inline is not None and replaced:
         transaction.execute("DELETE FROM segments WHERE ino = ?", (ino,))
     for index, blob in snapshot.segments:
         store_segment(transaction, ino, index, blob)
-    objects.enter(transaction, ino, snapshot.objects)
-    objects.count_change(transaction, ino, before, objects.held_by(transaction, ino, changed))
+    if snapshot.objects:
+        objects.enter(transaction, ino, snapshot.objects)
+    if replaced or snapshot.segments:
+        objects.count_change(transaction, ino, before, objects.held_by(transaction, ino, changed))
 
 
 def _changed_segments(transaction: Transaction, version: Version) -> set[int] | None:

@@ -23,7 +23,7 @@ from fpfs.daemon.catalog_schema import row_crc
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from fpfs.daemon.catalog_worker import Transaction
 
@@ -57,24 +57,37 @@ def forget_all_of(transaction: Transaction, ino: int) -> None:
     transaction.execute("DELETE FROM objects WHERE ino = ?", (ino,))
 
 
+def load_segments(
+    transaction: Transaction | sqlite3.Connection, ino: int, numbers: Collection[int] | None = None
+) -> list[tuple[int, bytes]]:
+    """Return segments of an inode's map with their numbers: some, or all."""
+    query = "SELECT segment, blob FROM segments WHERE ino = ?"
+    if numbers is None:
+        return transaction.execute(query, (ino,)).fetchall()
+    query += " AND segment = ?"
+    return [
+        row for number in numbers for row in transaction.execute(query, (ino, number)).fetchall()
+    ]
+
+
+def held_in(
+    transaction: Transaction | sqlite3.Connection, ino: int, segments: Sequence[tuple[int, bytes]]
+) -> Counter[ObjectId]:
+    """Return how many bytes of an inode's content objects hold in segments."""
+    held: Counter[ObjectId] = Counter()
+    if segments:
+        row = transaction.execute("SELECT size FROM inodes WHERE ino = ?", (ino,)).fetchone()
+        size = 0 if row is None else row[0]
+        for number, blob in segments:
+            _count(held, number, blob, size)
+    return held
+
+
 def held_by(
-    transaction: Transaction | sqlite3.Connection, ino: int, segments: Collection[int] | None = None
+    transaction: Transaction | sqlite3.Connection, ino: int, numbers: Collection[int] | None = None
 ) -> Counter[ObjectId]:
     """Return how many bytes of an inode's content objects hold, in some segments or in all."""
-    row = transaction.execute("SELECT size FROM inodes WHERE ino = ?", (ino,)).fetchone()
-    size = 0 if row is None else row[0]
-    query = "SELECT segment, blob FROM segments WHERE ino = ?"
-    if segments is None:
-        rows = transaction.execute(query, (ino,)).fetchall()
-    else:
-        query += " AND segment = ?"
-        rows = [
-            row for index in segments for row in transaction.execute(query, (ino, index)).fetchall()
-        ]
-    held: Counter[ObjectId] = Counter()
-    for index, blob in rows:
-        _count(held, index, blob, size)
-    return held
+    return held_in(transaction, ino, load_segments(transaction, ino, numbers))
 
 
 def _count(held: Counter[ObjectId], index: int, blob: bytes, size: int) -> None:
