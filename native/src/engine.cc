@@ -425,23 +425,42 @@ uint64_t Engine::discard(std::vector<Extent> ranges) {
     if (countdown->left.fetch_sub(1) == 1) post(DoneEvent{ticket, countdown->error});
   };
   after_reads([this, ranges = std::move(ranges), part] {
-    for (const Extent& range : ranges) {
-      Device* target = device(range.place.device);
-      if (target == nullptr) {
-        part(-ENODEV);
-        continue;
-      }
-      auto* request = new CallRequest();
-      request->op = IoOp::Punch;
-      request->object = target->object(range.place.object);
-      request->offset = uint64_t{range.place.object_block} * kBlockBytes;
-      request->length = range.count * kBlockBytes;
-      request->call = part;
-      target->submit(request);
-    }
+    for (const Extent& range : ranges) punch(range, part);
     part(0);
   });
   return ticket;
+}
+
+void Engine::punch(const Extent& range, std::function<void(int)> done) {
+  Device* target = device(range.place.device);
+  if (target == nullptr) return done(-ENODEV);
+  auto* request = new CallRequest();
+  request->op = IoOp::Punch;
+  request->object = target->object(range.place.object);
+  request->offset = uint64_t{range.place.object_block} * kBlockBytes;
+  request->length = range.count * kBlockBytes;
+  request->call = std::move(done);
+  target->submit(request);
+}
+
+void Engine::give_back(std::vector<Extent> places, std::function<void()> done) {
+  auto countdown = std::make_shared<Countdown>(places.size());
+  const auto part = [this, countdown, done = std::move(done)](int) {
+    retry_refused();
+    if (countdown->left.fetch_sub(1) == 1) done();
+  };
+  after_reads([this, places = std::move(places), part] {
+    for (const Extent& each : places) {
+      Device* target = device(each.place.device);
+      if (each.count != 0) {
+        punch(each, part);
+      } else if (target != nullptr) {
+        target->remove_object(each.place.object, part);
+      } else {
+        part(ENODEV);
+      }
+    }
+  });
 }
 
 uint64_t Engine::remove_objects(std::vector<ObjectKey> objects) {

@@ -297,6 +297,8 @@ class Engine : public Plane {
   uint64_t checksum_errors(uint16_t device) const;
   unsigned read_begin() override EXCLUDES(phase_mutex_);
   void read_end(unsigned phase) override EXCLUDES(phase_mutex_);
+  void give_back(std::vector<Extent> places, std::function<void()> done) override
+      EXCLUDES(phase_mutex_);
 
  private:
   struct Counts {
@@ -328,6 +330,7 @@ class Engine : public Plane {
   void relieve_pressure();
   void say_leaving_refused();
   void retry_refused_locked() REQUIRES(park_mutex_);
+  void punch(const Extent& range, std::function<void(int)> done);
   void after_reads(std::function<void()> action) EXCLUDES(phase_mutex_);
 
   const EngineConfig config_;

@@ -92,6 +92,9 @@ class Plane {
   // Brackets a device read, so that discarding old places waits for it.
   virtual unsigned read_begin() = 0;
   virtual void read_end(unsigned phase) = 0;
+  // Frees places, or whole objects where `count` is 0, when the reads in flight have ended. What
+  // fails is tried again by the commit that tells of it.
+  virtual void give_back(std::vector<Extent> places, std::function<void()> done) = 0;
   virtual Tracer& tracer() = 0;
 };
 
@@ -421,6 +424,7 @@ class File : public std::enable_shared_from_this<File> {
   void zero(uint64_t offset, uint64_t end, Done done);
   void shrink_staged(uint64_t size, Actions& actions) REQUIRES(mutex_);
   void shrink(uint64_t size, Actions& actions) REQUIRES(mutex_);
+  void begin_anew(Actions& actions) REQUIRES(mutex_);
   void note_truncated() REQUIRES(mutex_);
   bool written_at(uint64_t offset) REQUIRES(mutex_);
   Outcome allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions)
@@ -445,7 +449,9 @@ class File : public std::enable_shared_from_this<File> {
   void io_done(SlotIo* io, int result);
   void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
   void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
-  void give_up_place(const Extent& extent) REQUIRES(mutex_);
+  void give_up_place(const Extent& extent, Actions& actions) REQUIRES(mutex_);
+  void give_up(const std::vector<Extent>& gone, Actions& actions) REQUIRES(mutex_);
+  bool give_back_fresh(Actions& actions, std::function<void()> done) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void retire_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void add_barrier(
@@ -455,8 +461,8 @@ class File : public std::enable_shared_from_this<File> {
   void check_barrier(Actions& actions) REQUIRES(mutex_);
   void note_begun() REQUIRES(mutex_);
   void note_reached() REQUIRES(mutex_);
-  bool adopt(const std::vector<WrittenExtent>& written) REQUIRES(mutex_);
-  void map_written(const WrittenExtent& written) REQUIRES(mutex_);
+  bool adopt(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
+  void map_written(const WrittenExtent& written, Actions& actions) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
   void note_acknowledged(uint64_t bytes) REQUIRES(mutex_);
   void trace_chunk(const Slot& slot) REQUIRES(mutex_);
@@ -516,6 +522,9 @@ class File : public std::enable_shared_from_this<File> {
   std::set<std::pair<uint16_t, uint64_t>> retried_ GUARDED_BY(mutex_);
   std::map<std::pair<uint16_t, uint64_t>, ObjectRef> unflushed_ GUARDED_BY(mutex_);
   std::vector<Extent> garbage_ GUARDED_BY(mutex_);
+  // Of that, what no version has ever had, and is not given back yet.
+  std::vector<Extent> fresh_garbage_ GUARDED_BY(mutex_);
+  uint64_t fresh_garbage_blocks_ GUARDED_BY(mutex_) = 0;
 
   uint64_t sequence_ GUARDED_BY(mutex_) = 0;            // grows with every change
   uint64_t committed_sequence_ GUARDED_BY(mutex_) = 0;  // the last change that the catalog holds
@@ -564,6 +573,7 @@ struct File::Appender {
   ObjectRef object;
   uint64_t id = 0;
   uint64_t next_block = 0;        // the next fresh place
+  uint64_t fresh_block = 0;       // the next one when a drain last reached the devices
   uint64_t written_end = 0;       // bytes: behind the last byte written
   uint64_t reserved_blocks = 0;   // promised to open slots
   uint64_t allocated_blocks = 0;  // preallocated on the device

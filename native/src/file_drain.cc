@@ -331,7 +331,7 @@ void File::io_done(SlotIo* io, int result) {
 void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) {
   Slot* slot = io->slot;
   // Of a later try the object goes as a whole: nothing else is in it.
-  if (io->tried.empty()) give_up_place(io->extent);
+  if (io->tried.empty()) give_up_place(io->extent, actions);
   const uint16_t failed = io->extent.place.device;
   io->tried.push_back(failed);
   blame(failed, -result);
@@ -362,43 +362,43 @@ void File::write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions
 }
 
 // Nobody is going to name this place of a write, unless the map does: fallocate(2) was promised it.
-void File::give_up_place(const Extent& extent) {
+void File::give_up_place(const Extent& extent, Actions& actions) {
   Extent named;
   const Place& place = extent.place;
   const bool promised = map_.find(extent.block, &named) && named.place.unwritten &&
                         named.place.device == place.device && named.place.object == place.object &&
                         named.place.object_block == place.object_block;
-  if (!promised) garbage_.push_back(extent);
+  if (!promised) give_up({extent}, actions);
 }
 
 // The map learns of places whose bytes are on the device. False: the journal has no room for them.
-bool File::adopt(const std::vector<WrittenExtent>& written) {
+bool File::adopt(const std::vector<WrittenExtent>& written, Actions& actions) {
   const bool noted = note([&](Journal& journal, const FileState& state) {
     return journal.note_extents(state, written);
   });
   if (!noted) return false;
-  for (const WrittenExtent& each : written) map_written(each);
+  for (const WrittenExtent& each : written) map_written(each, actions);
   return true;
 }
 
-void File::map_written(const WrittenExtent& written) {
+void File::map_written(const WrittenExtent& written, Actions& actions) {
   const Extent& extent = written.extent;
   std::vector<Extent> replaced;
   map_.assign(written, &replaced);
-  for (const Extent& old : replaced) {
+  std::erase_if(replaced, [&](const Extent& old) {
     const Place& place = old.place;
     const uint64_t shift = old.block - extent.block;
-    const bool same = place.unwritten && place.device == extent.place.device &&
-                      place.object == extent.place.object &&
-                      place.object_block == extent.place.object_block + shift;
-    if (!same) garbage_.push_back(old);
-  }
+    return place.unwritten && place.device == extent.place.device &&
+           place.object == extent.place.object &&
+           place.object_block == extent.place.object_block + shift;
+  });
+  give_up(replaced, actions);
 }
 
 void File::finish_slot(Slot* slot, Actions& actions) {
   if (slot->io_error != 0) {
     record_error(slot->io_error, "staged bytes could be written to no device");
-    for (const WrittenExtent& written : slot->written) garbage_.push_back(written.extent);
+    for (const WrittenExtent& written : slot->written) give_up_place(written.extent, actions);
     const uint64_t start = slot->chunk * placement_.chunk_bytes;
     for (const auto& range : slot->ranges.all()) {
       lost_.emplace_back(start + range.begin, start + range.end);
@@ -406,13 +406,13 @@ void File::finish_slot(Slot* slot, Actions& actions) {
     note([](Journal& journal, const FileState& state) {
       return journal.note(state, arena::Change::Lost);
     });
-  } else if (!adopt(slot->written)) {
+  } else if (!adopt(slot->written, actions)) {
     // The slot keeps the bytes; commits of other files make room.
     plane_.park([self = shared_from_this(), slot] {
       Actions after;
       {
         const MutexLock lock(self->mutex_);
-        if (!self->adopt(slot->written)) return Retry::Waiting;
+        if (!self->adopt(slot->written, after)) return Retry::Waiting;
         self->retire_slot(slot, after);
       }
       after.run();
@@ -527,7 +527,11 @@ void File::note_begun() {
   });
 }
 
+// Up to here places belong to the version that was drained, for the catalog and for who takes over.
 void File::note_reached() {
+  for (const auto& [number, entry] : appenders_) entry->fresh_block = entry->next_block;
+  fresh_garbage_.clear();  // its commit gives that back
+  fresh_garbage_blocks_ = 0;
   note([](Journal& journal, const FileState& state) {
     return journal.note(state, arena::Change::Reached);
   });

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <tuple>
 
 #include "file.h"
 
@@ -12,6 +13,10 @@ namespace {
 // until it is committed. Then in few steps, since a writer waits for the first, up to 64 MiB.
 constexpr uint64_t kGrowBlocksMax = 1024;
 constexpr uint64_t kGrowFactor = 4;
+
+// A file that is rewritten takes twice its size until it is committed, but for this much (64 MiB):
+// few large ranges are given back faster than many small ones, and writes to an object wait for it.
+constexpr uint64_t kFreshGarbageBlocksMax = 1024;
 
 alignas(4096) char zeros[kBlockBytes];
 
@@ -169,7 +174,17 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
   {
     const MutexLock lock(mutex_);
     blame(entry->device, error);
-    if (error != 0 && needed != 0 && blocks > needed) {
+    const auto again = [self = shared_from_this(), entry, needed] {
+      Actions after;
+      {
+        const MutexLock relock(self->mutex_);
+        self->submit_grow(entry, needed, needed, after);
+      }
+      after.run();
+    };
+    if (error == ENOSPC && needed != 0 && give_back_fresh(actions, again)) {
+      // The device may have it then.
+    } else if (error != 0 && needed != 0 && blocks > needed) {
       entry->step_blocks = 1;
       submit_grow(entry, needed, needed, actions);  // nearly full: just what is needed
     } else {
@@ -225,6 +240,57 @@ void File::trimmed(int result) {
   plane_.retry_refused();
 }
 
+// Nobody refers to these places from here on, but for versions that they were written before: those
+// may become current. A file that is rewritten and not closed would fill the devices with what was
+// placed after the last of them.
+void File::give_up(const std::vector<Extent>& gone, Actions& actions) {
+  garbage_.insert(garbage_.end(), gone.begin(), gone.end());
+  for (const Extent& extent : gone) {
+    const auto it = appenders_.find(extent.place.device);
+    if (it == appenders_.end() || it->second->object == nullptr ||
+        it->second->id != extent.place.object) {
+      continue;
+    }
+    const uint64_t end = extent.place.object_block + extent.count;
+    const uint64_t first = std::max<uint64_t>(extent.place.object_block, it->second->fresh_block);
+    if (first >= end) continue;
+    Place place = extent.place;
+    place.object_block = static_cast<uint32_t>(first);
+    fresh_garbage_.push_back(Extent{0, end - first, place});
+    fresh_garbage_blocks_ += end - first;
+  }
+  if (fresh_garbage_blocks_ >= std::max(kFreshGarbageBlocksMax, size_ / kBlockBytes)) {
+    give_back_fresh(actions, [] {});
+  }
+}
+
+// Returns whether there was anything to give back; calls `done` when it is back. The commit does so
+// once more: only what a commit tells of is given back after a crash.
+bool File::give_back_fresh(Actions& actions, std::function<void()> done) {
+  std::vector<Extent> fresh = std::exchange(fresh_garbage_, {});
+  fresh_garbage_blocks_ = 0;
+  if (fresh.empty()) return false;
+  const auto where = [](const Extent& extent) {
+    return std::tuple(extent.place.device, extent.place.object, extent.place.object_block);
+  };
+  std::sort(fresh.begin(), fresh.end(),
+            [&](const Extent& a, const Extent& b) { return where(a) < where(b); });
+  std::vector<Extent> merged;
+  for (const Extent& extent : fresh) {
+    const Place& place = extent.place;
+    if (!merged.empty() && merged.back().place.device == place.device &&
+        merged.back().place.object == place.object &&
+        merged.back().place.object_block + merged.back().count == place.object_block) {
+      merged.back().count += extent.count;
+    } else {
+      merged.push_back(extent);
+    }
+  }
+  actions.add([this, self = shared_from_this(), merged = std::move(merged),
+               done = std::move(done)] { plane_.give_back(merged, done); });
+  return true;
+}
+
 Place File::next_place(uint16_t device, uint64_t blocks) {
   Appender& entry = appender(device);
   Place place{entry.id, static_cast<uint32_t>(entry.next_block), device, false};
@@ -264,15 +330,40 @@ void File::shrink(uint64_t size, Actions& actions) {
   note_truncated();
   shrink_staged(size, actions);
   const uint64_t first = blocks_up(size);
-  map_.erase(first, UINT64_MAX - first, &garbage_);
-  if (size != 0 || !chains_.empty()) return;
-  inline_mode_ = true;  // a new content begins, on objects of its own
+  std::vector<Extent> gone;
+  map_.erase(first, UINT64_MAX - first, &gone);
+  give_up(gone, actions);
+  if (size == 0 && chains_.empty()) begin_anew(actions);
+}
+
+// A new content, on objects of its own. An object that is in no version goes at once.
+void File::begin_anew(Actions& actions) {
+  inline_mode_ = true;
   inline_.clear();
   drain_error_ = 0;
   lost_.clear();
+  std::vector<Extent> unused;
   for (auto it = appenders_.begin(); it != appenders_.end();) {
-    it = it->second->growing ? std::next(it) : appenders_.erase(it);
+    const Appender& entry = *it->second;
+    if (entry.growing) {
+      ++it;
+      continue;
+    }
+    if (entry.object != nullptr && entry.fresh_block == 0) {
+      unused.push_back(Extent{0, 0, Place{entry.id, 0, entry.device, false}});
+      std::erase_if(fresh_garbage_, [&](const Extent& extent) {
+        return extent.place.device == entry.device && extent.place.object == entry.id;
+      });
+      objects_.erase({entry.device, entry.id});
+      unflushed_.erase({entry.device, entry.id});
+    }
+    it = appenders_.erase(it);
   }
+  give_back_fresh(actions, [] {});
+  if (unused.empty()) return;
+  actions.add([this, self = shared_from_this(), unused = std::move(unused)] {
+    plane_.give_back(unused, [] {});
+  });
 }
 
 void File::note_truncated() {
@@ -427,7 +518,7 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
     run.place.unwritten = true;
     entry.written_end = entry.next_block * kBlockBytes;
     placed.push_back({run, {}});
-    map_.assign(placed.back(), &garbage_);
+    map_.assign(placed.back(), nullptr);
   }
   note([&](Journal& journal, const FileState& state) {
     return journal.note_extents(state, placed);
@@ -483,10 +574,12 @@ void File::punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actio
   note_replaced(offset);
   touch_times();
   if (first < last) {
-    map_.erase(first, last - first, &garbage_);
+    std::vector<Extent> gone;
+    map_.erase(first, last - first, &gone);
     note([&](Journal& journal, const FileState& state) {
       return journal.note_erased(state, first, last - first);
     });
+    give_up(gone, actions);
   }
   std::vector<std::pair<uint64_t, uint64_t>> edges;
   const uint64_t head_end = std::min(end, first * kBlockBytes);

@@ -13,6 +13,8 @@ namespace fpfs::testing {
 namespace {
 
 constexpr uint64_t kChunkBytes = 256 * 1024;
+constexpr uint64_t kUnusedMax = 64
+                                << 20;  // what a small file takes beside its content, uncommitted
 
 std::vector<std::filesystem::path> objects_of(const EngineFixture& fixture) {
   std::vector<std::filesystem::path> found;
@@ -287,6 +289,109 @@ TEST_CASE("what reads may still want is given back after them") {
   CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{removed, ENODEV}});
   const uint64_t discarded = engine.discard({Extent{0, 1, Place{1, 0, 9, false}}});
   CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{discarded, ENODEV}});
+}
+
+TEST_CASE("what a file lets go of before any version had it does not wait for a commit") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(2 * kChunkBytes, 9);
+  std::function<void()> let_go;
+  std::string left;
+  SUBCASE("cut off") {
+    let_go = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
+  }
+  SUBCASE("cut off, but for a byte") {
+    let_go = [&] { REQUIRE(fixture.truncate(*file, 1) == 0); };
+    left = bytes.substr(0, 1);
+  }
+  SUBCASE("overwritten") {
+    let_go = [] {};
+    left = bytes;
+  }
+  SUBCASE("punched out") {
+    let_go = [&] { REQUIRE(fixture.punch(*file, 0, bytes.size()) == 0); };
+    left.assign(bytes.size(), '\0');
+  }
+  SUBCASE("cut off, after a version that became current") {
+    REQUIRE(fixture.write(*file, 0, bytes) == 0);
+    REQUIRE(fixture.commit(*file, false) == 0);
+    let_go = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
+  }
+  for (uint64_t written = 0; written < 4 * kUnusedMax; written += bytes.size()) {
+    REQUIRE(fixture.write(*file, 0, bytes) == 0);
+    let_go();
+  }
+  CHECK(fixture.read(*file, 0, bytes.size()) == left);
+  SnapshotData snapshot;  // its commit would give back all, its garbage too
+  REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  fixture.engine().remove_objects(snapshot.dead);
+  fixture.engine().close();
+  CHECK(bytes_taken(fixture) <= left.size() + kUnusedMax);
+}
+
+TEST_CASE("what a version had stays until a later one is current") {
+  EngineFixture fixture({2, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(4 * kChunkBytes, 10);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+  bool is_current = false;
+  SUBCASE("while it is being made current") {}
+  SUBCASE("when it has been made current") { is_current = true; }
+  if (is_current) fixture.make_current(*file, snapshot);
+  const std::string later = random_bytes(kChunkBytes, 11);
+  REQUIRE(fixture.write(*file, 0, later) == 0);
+  REQUIRE(fixture.punch(*file, kChunkBytes, kChunkBytes) == 0);
+  REQUIRE(fixture.truncate(*file, 3 * kChunkBytes) == 0);
+  CHECK(fixture.read(*file, 0, kChunkBytes) == later);
+  REQUIRE(fixture.truncate(*file, 0) == 0);
+  REQUIRE(fixture.write(*file, 0, later) == 0);
+  REQUIRE(fixture.truncate(*file, 0) == 0);
+  if (!is_current) fixture.catalog()[1].take(snapshot);
+  fixture.reopen();  // what came later is gone
+  CHECK(fixture.read(*fixture.load(1), 0, bytes.size()) == bytes);
+}
+
+TEST_CASE("what is read while it is overwritten is given back after that") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const auto overwrite = [&] {
+    REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 12)) == 0);
+    REQUIRE(fixture.punch(*file, 2 * kChunkBytes, kChunkBytes) == 0);  // when that is written
+  };
+  overwrite();
+  const unsigned phase = fixture.engine().read_begin();
+  constexpr uint64_t kOverwritten = 2 * kUnusedMax;
+  for (uint64_t written = 0; written < kOverwritten; written += kChunkBytes) overwrite();
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, true, &snapshot) == 0);
+  CHECK(bytes_taken(fixture) >= kOverwritten);
+  fixture.engine().read_end(phase);
+  fixture.engine().close();
+  CHECK(bytes_taken(fixture) <= kUnusedMax);
+}
+
+TEST_CASE("what fallocate promised is kept by a write that fails next to it") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  REQUIRE(fixture.allocate(*file, 0, kChunkBytes / 2, false) == 0);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes - kBlockBytes, 13)) == 0);
+  {
+    const ObjectLimit limit(kChunkBytes / 2);  // the promised half is written, and not the other
+    REQUIRE(fixture.punch(*file, 2 * kChunkBytes, kChunkBytes) == 0);  // when that has failed
+  }
+  for (uint64_t written = 0; written < 2 * kUnusedMax; written += kChunkBytes) {
+    REQUIRE(fixture.write(*file, kChunkBytes, random_bytes(kChunkBytes, 14)) == 0);
+  }
+  SnapshotData snapshot;
+  CHECK(fixture.drain(*file, false, &snapshot) == EFBIG);
+  fixture.engine().close();
+  REQUIRE(objects_of(fixture).size() == 1);
+  const int fd = ::open(objects_of(fixture)[0].c_str(), O_RDONLY | O_CLOEXEC);
+  REQUIRE(fd >= 0);
+  CHECK(::lseek(fd, 0, SEEK_HOLE) == kChunkBytes / 2);
+  ::close(fd);
 }
 
 TEST_CASE("a file with unsaved bytes or handles is not unloaded") {

@@ -142,6 +142,27 @@ def test_overwriting_needs_space_for_both_and_loses_nothing(
     assert_same(found[count * MEBIBYTE :], before[count * MEBIBYTE :])
 
 
+@pytest.mark.parametrize("cut_to", [None, 1, 0], ids=["overwritten", "cut to a byte", "cut"])
+def test_what_is_rewritten_and_never_closed_takes_no_more_than_its_size(
+    small: tuple[Mount, FaultyDevices], cut_to: int | None
+) -> None:
+    """Ten times what the devices have room for, in a file that no commit knows."""
+    mount, _ = small
+    with (mount.root / "file").open("wb", buffering=0) as file:
+        for count in range(20 * ROOM_BYTES // MEBIBYTE // 8):
+            for number in range(8):
+                assert os.pwrite(file.fileno(), piece(count + number), number * MEBIBYTE)
+            if cut_to is not None:
+                os.ftruncate(file.fileno(), cut_to)
+        os.ftruncate(file.fileno(), 8 * MEBIBYTE)
+        os.fsync(file.fileno())
+    expected = b"".join(piece(count + number) for number in range(8))
+    if cut_to is not None:
+        expected = expected[:cut_to].ljust(8 * MEBIBYTE, b"\0")
+    mount.remount()
+    assert_same((mount.root / "file").read_bytes(), expected)
+
+
 def test_writes_taken_between_refused_ones_keep_their_space(
     small: tuple[Mount, FaultyDevices],
 ) -> None:
