@@ -93,11 +93,12 @@ class DeviceSet:
 
 
 def _describe(path: Path) -> tuple[object, ...]:
-    found = os.lstat(path)
     content = ""
-    if stat.S_ISREG(found.st_mode):
+    if stat.S_ISREG(os.lstat(path).st_mode):
         with path.open("rb") as file:  # some are absurdly long, and hold little
+            os.fsync(file.fileno())  # ext4 knows what a file's extents take when they are written
             content = hashlib.sha256(file.read(CONTENT_BYTES_MAX)).hexdigest()
+    found = os.lstat(path)
     blocks = found.st_blocks
     return found.st_mode, found.st_uid, found.st_mtime_ns, found.st_ctime_ns, blocks, content
 
