@@ -99,7 +99,8 @@ class World:
     def store(self, number: int, offset: int, data: bytes, *, synchronous: bool) -> bool:
         """Store through a shared map, within the file's size."""
         fd = self.handles[number]
-        if offset + len(data) > file_size(fd):
+        size = file_size(fd)
+        if size == 0 or offset + len(data) > size:  # nothing can be mapped of an empty file
             return False
         with mmap.mmap(fd, 0) as mapped:
             mapped[offset : offset + len(data)] = data
