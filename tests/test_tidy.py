@@ -10,10 +10,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FILE_LINES_MAX = 800
@@ -51,14 +49,24 @@ def test_there_is_something_to_check() -> None:
     assert len(NATIVE) > 5
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_sizes(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= FILE_LINES_MAX
-    long = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS_MAX]
-    assert not long, f"lines longer than {COLUMNS_MAX} columns: {long}"
-    trailing = [number for number, line in enumerate(lines, 1) if line != line.rstrip()]
-    assert not trailing, f"lines that end in blanks: {trailing}"
+def check(rule: Callable[[Path], Iterator[str]], paths: Sequence[Path]) -> None:
+    """Hold every file to a rule, which yields what does not fit; all of that is told at once."""
+    faults = [f"{name(path)}: {fault}" for path in paths for fault in rule(path)]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_sizes() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        lines = path.read_text().splitlines()
+        if len(lines) > FILE_LINES_MAX:
+            yield f"{len(lines)} lines"
+        for number, line in enumerate(lines, 1):
+            if len(line) > COLUMNS_MAX:
+                yield f"line {number} is longer than {COLUMNS_MAX} columns"
+            if line != line.rstrip():
+                yield f"line {number} ends in blanks"
+
+    check(rule, FILES)
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -68,13 +76,17 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_functions_are_short_and_modules_say_what_they_are_for(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the module has no docstring"
-    for function in functions(tree):
-        length = (function.end_lineno or 0) - function.lineno + 1
-        assert length <= FUNCTION_LINES_MAX, f"{function.name} has {length} lines"
+def test_functions_are_short_and_modules_say_what_they_are_for() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        tree = ast.parse(path.read_text())
+        if not ast.get_docstring(tree):
+            yield "the module has no docstring"
+        for function in functions(tree):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield f"{function.name} has {length} lines"
+
+    check(rule, PYTHON)
 
 
 def is_overload(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -97,25 +109,35 @@ def undocumented(node: ast.AST, prefix: str = "") -> Iterator[str]:
             yield from undocumented(child, prefix + child.name + ".")
 
 
-@pytest.mark.parametrize("path", PUBLIC, ids=name)
-def test_public_things_are_documented(path: Path) -> None:
-    assert list(undocumented(ast.parse(path.read_text()))) == []
+def test_public_things_are_documented() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        for thing in undocumented(ast.parse(path.read_text())):
+            yield f"{thing} has no docstring"
+
+    check(rule, PUBLIC)
 
 
-@pytest.mark.parametrize("path", NATIVE, ids=name)
-def test_native_files_open_with_their_purpose(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    own_header = path.suffix == ".cc" and f'#include "{path.stem}.h"' == lines[0]
-    assert lines[0].startswith("// ") or own_header, "neither a purpose nor the header that has it"
-    if path.suffix == ".h":
-        assert "#pragma once" in lines
+def test_native_files_open_with_their_purpose() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        lines = path.read_text().splitlines()
+        own_header = path.suffix == ".cc" and f'#include "{path.stem}.h"' == lines[0]
+        if not lines[0].startswith("// ") and not own_header:
+            yield "neither a purpose nor the header that has it"
+        if path.suffix == ".h" and "#pragma once" not in lines:
+            yield "no #pragma once"
+
+    check(rule, NATIVE)
 
 
-@pytest.mark.parametrize("path", NATIVE, ids=name)
-def test_native_functions_are_short(path: Path) -> None:
+def test_native_functions_are_short() -> None:
     """clang-format puts the closing brace of a function at its own column."""
-    for number, length in native_blocks(path.read_text().splitlines()):
-        assert length <= FUNCTION_LINES_MAX, f"the function at line {number} has {length} lines"
+
+    def rule(path: Path) -> Iterator[str]:
+        for number, length in native_blocks(path.read_text().splitlines()):
+            if length > FUNCTION_LINES_MAX:
+                yield f"the function at line {number} has {length} lines"
+
+    check(rule, NATIVE)
 
 
 def native_blocks(lines: list[str]) -> Iterator[tuple[int, int]]:
