@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -76,7 +77,13 @@ def _repeat(name: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count what was skipped by reason, and say how to repeat what failed."""
+    """Tell where the time went, count what was skipped, and say how to repeat what failed."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[os.path.dirname(report.nodeid.partition("::")[0])] += report.duration
+    for folder, duration in seconds.most_common():
+        terminalreporter.write_line(f"{duration:6.0f} s in {folder}")
     reasons: collections.Counter[str] = collections.Counter()
     for report in terminalreporter.stats.get("skipped", []):
         longrepr = report.longrepr
