@@ -20,6 +20,12 @@ ifneq ($(TORCH_INDEX),)
 PIP_INDEX := --extra-index-url $(TORCH_INDEX)
 endif
 
+# The library is compiled for the extension and for its tests, and in every fresh clone: ccache, where
+# there is one, does it once. Without the folder's name in what it compares, in any folder.
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+
 NATIVE_SOURCES := $(shell find native CMakeLists.txt -name '*.cc' -o -name '*.h' \
   -o -name 'CMakeLists.txt' -o -name '*.cmake')
 
@@ -97,7 +103,7 @@ bench: setup $(STAMPS)/tools-test ## Measure against the plain filesystem, fio a
 # --- testing --------------------------------------------------------------------------------
 
 .PHONY: test
-test: setup $(STAMPS)/tools-test test-native ## All tests, TEST_PROCESSES side by side
+test: $(STAMPS)/tools-test setup test-native ## All tests, TEST_PROCESSES side by side
 	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 # What commands print is kept: look at what git diff shows of it before it is committed.
@@ -108,7 +114,7 @@ golden: setup $(STAMPS)/tools-test ## Keep the output of --help, tables and JSON
 	git --no-pager diff --stat -- tests/golden docs/json docs/fpfs-ctl.md
 
 .PHONY: test-native
-test-native: setup $(STAMPS)/tools-test ## The C++ tests, without sanitizer
+test-native: $(STAMPS)/tools-test setup ## The C++ tests, without sanitizer
 	@$(call native_tests,build/native,)
 
 .PHONY: test-asan
@@ -126,7 +132,7 @@ FPFS_NO_SKIPS ?= $(shell test "$$(id -u)" -ne 0 || test ! -e /dev/loop-control |
 # stands in its log. What failed is told last, where it is not lost among what passed.
 define native_tests
 $(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
-  -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
+  -DCMAKE_CXX_COMPILER=$(CXX) -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
 $(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
 { FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
     $(VENV)/bin/ctest --test-dir $(1) --output-on-failure || \
