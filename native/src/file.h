@@ -393,6 +393,8 @@ class File : public std::enable_shared_from_this<File> {
   void join_ranges(Slot* slot) REQUIRES(mutex_);
   Outcome leave_inline(int thread, Actions& actions) REQUIRES(mutex_);
   Pressure leave_inline_for_pressure(bool may_grow, Actions& actions) REQUIRES(mutex_);
+  Outcome prepare(uint64_t offset, size_t length, const Payload& payload, Slot** spare, int thread,
+                  std::vector<ChunkPiece>* pieces, Actions& actions) REQUIRES(mutex_);
   Outcome write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
                        Lease* lease, bool extend, Actions& actions) REQUIRES(mutex_);
   // Puts a copy of the leased slot in its place; the leaseholder keeps the original. Null if no
@@ -425,6 +427,8 @@ class File : public std::enable_shared_from_this<File> {
   void shrink_staged(uint64_t size, Actions& actions) REQUIRES(mutex_);
   void shrink(uint64_t size, Actions& actions) REQUIRES(mutex_);
   void begin_anew(Actions& actions) REQUIRES(mutex_);
+  bool cut(uint64_t size, const Done& done, Actions& actions) REQUIRES(mutex_);
+  Retry cut_later(uint64_t size, const Done& done);
   void note_truncated() REQUIRES(mutex_);
   bool written_at(uint64_t offset) REQUIRES(mutex_);
   Outcome allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions)
@@ -566,6 +570,18 @@ class File : public std::enable_shared_from_this<File> {
   std::set<std::string> said_ GUARDED_BY(mutex_);
   // Byte ranges that were acknowledged and could be kept nowhere: reading them is EIO.
   std::vector<std::pair<uint64_t, uint64_t>> lost_ GUARDED_BY(mutex_);
+};
+
+// The part of a write that falls into one chunk.
+struct File::ChunkPiece {
+  uint64_t chunk = 0;
+  uint32_t begin = 0;  // within the chunk
+  uint32_t end = 0;
+  size_t from = 0;  // within the payload
+  Slot* slot = nullptr;
+  uint16_t device = 0;  // where the slot's new blocks are to go; the slot's, or another one
+  bool fresh = false;   // taken for this write, not yet attached
+  bool was_spare = false;
 };
 
 struct File::Appender {

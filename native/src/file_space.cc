@@ -399,22 +399,56 @@ void File::truncate(uint64_t size, Done done) {
       add_barrier(
           [this, size, done](Actions& after, int) {
             mutex_.assert_held();
-            shrink(size, after);
-            const uint64_t block_end = blocks_up(size) * kBlockBytes;
-            // What the last block holds behind the new end must not come back by extending.
-            const bool tail = size % kBlockBytes != 0 && written_at(size);
-            after.add([self = shared_from_this(), size, block_end, done, tail] {
-              if (tail) {
-                self->zero(size, block_end, done);
-              } else {
-                done(0);
-              }
+            if (cut(size, done, after)) return;
+            after.add([self = shared_from_this(), size, done] {
+              self->plane_.park([self, size, done] { return self->cut_later(size, done); });
             });
           },
           actions);
     }
   }
   actions.run();
+}
+
+// What the last block holds behind the new end must not come back by extending. There has to be
+// space for the zeros that replace it, or the file stays as it was. They are written after the
+// truncation is noted: who takes over drops what is older. Returns false, with nothing done, when
+// it has to wait.
+bool File::cut(uint64_t size, const Done& done, Actions& actions) {
+  const uint64_t block_end = blocks_up(size) * kBlockBytes;
+  Payload payload;
+  std::vector<ChunkPiece> pieces;
+  if (block_end != size && written_at(size)) {
+    payload.add(zeros, block_end - size);
+    const Outcome outcome = prepare(size, block_end - size, payload, nullptr, -1, &pieces, actions);
+    if (outcome.progress == Progress::Wait) return false;
+    if (outcome.error != 0) {
+      actions.add([done, error = outcome.error] { done(error); });
+      return true;
+    }
+  }
+  shrink(size, actions);
+  for (ChunkPiece& piece : pieces) apply(piece, payload, nullptr, actions);
+  actions.add([done] { done(0); });
+  return true;
+}
+
+// What was written since the barrier may be on its way by now, and needs another one.
+Retry File::cut_later(uint64_t size, const Done& done) {
+  Actions actions;
+  bool over = true;
+  {
+    const MutexLock lock(mutex_);
+    bool still = barriers_.empty() && !dropped_ && !inline_mode_ && size < size_;
+    for (const auto& [chunk, chain] : chains_) still = still && !chain.front()->sealed;
+    if (still) {
+      over = cut(size, done, actions);
+    } else {
+      actions.add([self = shared_from_this(), size, done] { self->truncate(size, done); });
+    }
+  }
+  actions.run();
+  return over ? Retry::Done : Retry::Waiting;
 }
 
 // Writes zeros into [offset, end), within one block, without changing the size.

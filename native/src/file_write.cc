@@ -45,18 +45,6 @@ Payload Payload::part(size_t from, size_t length) const {
   return found;
 }
 
-// The part of a write that falls into one chunk.
-struct File::ChunkPiece {
-  uint64_t chunk = 0;
-  uint32_t begin = 0;  // within the chunk
-  uint32_t end = 0;
-  size_t from = 0;  // within the payload
-  Slot* slot = nullptr;
-  uint16_t device = 0;  // where the slot's new blocks are to go; the slot's, or another one
-  bool fresh = false;   // taken for this write, not yet attached
-  bool was_spare = false;
-};
-
 size_t File::begin_lease(uint64_t offset, Lease* lease, char** at) {
   const MutexLock lock(mutex_);
   if (placement_.chunk_bytes < wire::kMaxWriteBytes || dropped_) return 0;
@@ -345,6 +333,21 @@ Outcome File::leave_inline(int thread, Actions& actions) {
   return {};
 }
 
+// Takes what a write needs, slots and space, or nothing.
+Outcome File::prepare(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
+                      int thread, std::vector<ChunkPiece>* pieces, Actions& actions) {
+  *pieces = pieces_of(offset, length);
+  if (!inline_mode_ && !has_buffers(*pieces, actions)) return Outcome::wait();
+  if (!take_slots(*pieces, payload, spare, thread, actions)) {
+    give_slots(*pieces, spare);
+    return Outcome::wait();
+  }
+  if (inline_mode_) return {};
+  const Outcome outcome = reserve(*pieces, actions);
+  if (outcome.progress == Progress::Wait || outcome.error != 0) give_slots(*pieces, spare);
+  return outcome;
+}
+
 Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payload, Slot** spare,
                            Lease* lease, bool extend, Actions& actions) {
   if (dropped_) return Outcome::failed(EIO);
@@ -355,19 +358,9 @@ Outcome File::write_locked(uint64_t offset, size_t length, const Payload& payloa
     const Outcome outcome = leave_inline(thread, actions);
     if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
   }
-  std::vector<ChunkPiece> pieces = pieces_of(offset, length);
-  if (!inline_mode_ && !has_buffers(pieces, actions)) return Outcome::wait();
-  if (!take_slots(pieces, payload, spare, thread, actions)) {
-    give_slots(pieces, spare);
-    return Outcome::wait();
-  }
-  if (!inline_mode_) {
-    const Outcome outcome = reserve(pieces, actions);
-    if (outcome.progress == Progress::Wait || outcome.error != 0) {
-      give_slots(pieces, spare);
-      return outcome;
-    }
-  }
+  std::vector<ChunkPiece> pieces;
+  const Outcome outcome = prepare(offset, length, payload, spare, thread, &pieces, actions);
+  if (outcome.progress == Progress::Wait || outcome.error != 0) return outcome;
   note_replaced(offset);
   if (extend) size_ = std::max(size_, offset + length);
   touch_times();

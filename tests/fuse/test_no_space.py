@@ -5,6 +5,7 @@ The devices are small XFS and ext4 filesystems of the test's own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -332,3 +333,41 @@ def test_replace_inplace_needs_the_space_of_one(small: tuple[Mount, FaultyDevice
         path.write_bytes(content)
         assert_same(path.read_bytes(), content)
     mount.flush()
+
+
+def test_a_file_is_cut_with_the_space_for_its_last_block_or_not_at_all(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """What is behind the new end in its last block must not come back when the file grows again."""
+    mount, _devices = small
+    content = b"x" * 160 * 1024
+    paths = [mount.root / f"file{number}" for number in range(60)]
+    for path in paths:
+        path.write_bytes(content)
+    mount.flush()
+    with (mount.root / "filler").open("wb", buffering=0) as filler:
+        fill(filler.fileno())
+        with pytest.raises(OSError, match="No space left on device"):
+            while True:
+                filler.write(bytes(64 * 1024))
+    mount.flush()
+    expected = {}
+    with contextlib.ExitStack() as stack:
+        # What is open and was not synced does not give back the blocks that it had before.
+        for path in paths:
+            file = stack.enter_context(path.open("r+b", buffering=0))
+            try:
+                file.truncate(100_001)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                expected[path] = content
+            else:
+                file.truncate(len(content))
+                expected[path] = content[:100_001] + bytes(len(content) - 100_001)
+            assert_same(file.read(), expected[path])
+        assert content in expected.values()
+        file.truncate(128 * 1024)  # nothing is left of what was its last block
+        expected[path] = expected[path][: 128 * 1024]
+    mount.remount()
+    for path in paths:
+        assert_same(path.read_bytes(), expected[path])
