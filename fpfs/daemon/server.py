@@ -212,7 +212,12 @@ class Server:
 
         Returns what could not be kept, after everything was closed and the devices unlocked.
         """
-        let_go = await self._take_over()
+        try:
+            let_go = await self._take_over()
+        except Exception as error:
+            if self._inherited is not None:
+                die(error)
+            raise
         device, fuse_fd = await self._mount()
         self._connection_control = mounting.control_of(device, fuse_fd)
         relay_fd = self._engine.serve(

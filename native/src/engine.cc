@@ -136,7 +136,9 @@ void Engine::close() {
   waker_.stop();
   end_verifications();
   for (Device* device : devices()) device->close();
-  if (arena_ != nullptr) arena_->remove();
+  // What was taken over, and then not served, is left to the next one.
+  const bool is_left = config_.take_over && channel_ == nullptr;
+  if (arena_ != nullptr && !is_left) arena_->remove();
   {
     // Files hold slots and slots hold files: the circle ends here.
     const MutexLock lock(table_mutex_);
