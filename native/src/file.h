@@ -429,7 +429,7 @@ class File : public std::enable_shared_from_this<File> {
   void begin_anew(Actions& actions) REQUIRES(mutex_);
   bool cut(uint64_t size, const Done& done, Actions& actions) REQUIRES(mutex_);
   Retry cut_later(uint64_t size, const Done& done);
-  void note_truncated() REQUIRES(mutex_);
+  bool note_truncated() REQUIRES(mutex_);
   bool written_at(uint64_t offset) REQUIRES(mutex_);
   Outcome allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions)
       REQUIRES(mutex_);
@@ -465,6 +465,7 @@ class File : public std::enable_shared_from_this<File> {
   void check_barrier(Actions& actions) REQUIRES(mutex_);
   void note_begun() REQUIRES(mutex_);
   void note_reached() REQUIRES(mutex_);
+  void keep_places() REQUIRES(mutex_);
   bool adopt(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
   void map_written(const WrittenExtent& written, Actions& actions) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
@@ -589,7 +590,7 @@ struct File::Appender {
   ObjectRef object;
   uint64_t id = 0;
   uint64_t next_block = 0;        // the next fresh place
-  uint64_t fresh_block = 0;       // the next one when a drain last reached the devices
+  uint64_t fresh_block = 0;       // those before it may be in a version, see keep_places()
   uint64_t written_end = 0;       // bytes: behind the last byte written
   uint64_t reserved_blocks = 0;   // promised to open slots
   uint64_t allocated_blocks = 0;  // preallocated on the device

@@ -529,12 +529,17 @@ void File::note_begun() {
 
 // Up to here places belong to the version that was drained, for the catalog and for who takes over.
 void File::note_reached() {
-  for (const auto& [number, entry] : appenders_) entry->fresh_block = entry->next_block;
-  fresh_garbage_.clear();  // its commit gives that back
-  fresh_garbage_blocks_ = 0;
+  keep_places();
   note([](Journal& journal, const FileState& state) {
     return journal.note(state, arena::Change::Reached);
   });
+}
+
+// What was placed until now is given back by a commit, and by nothing else.
+void File::keep_places() {
+  for (const auto& [number, entry] : appenders_) entry->fresh_block = entry->next_block;
+  fresh_garbage_.clear();
+  fresh_garbage_blocks_ = 0;
 }
 
 // What the catalog is to make current. `base` holds what was noted when the barrier began.
@@ -598,6 +603,7 @@ void File::drain(bool last, DrainDone done) {
       actions.add([done, error = drain_error_] { done(error, {}); });
     } else if (inline_mode_ && barriers_.empty()) {
       draining_ = true;
+      keep_places();  // its objects are flushed, and must not be removed under that
       flush_objects(last, snapshot({}, last), done, actions);
     } else {
       draining_ = true;

@@ -327,7 +327,8 @@ void File::shrink(uint64_t size, Actions& actions) {
   note_replaced(size);
   size_ = size;
   touch_times();
-  note_truncated();
+  // Who takes over would look for what was cut off.
+  if (!note_truncated()) keep_places();
   shrink_staged(size, actions);
   const uint64_t first = blocks_up(size);
   std::vector<Extent> gone;
@@ -366,8 +367,8 @@ void File::begin_anew(Actions& actions) {
   });
 }
 
-void File::note_truncated() {
-  note([](Journal& journal, const FileState& state) {
+bool File::note_truncated() {
+  return note([](Journal& journal, const FileState& state) {
     return journal.note(state, arena::Change::Truncate);
   });
 }
@@ -610,9 +611,10 @@ void File::punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actio
   if (first < last) {
     std::vector<Extent> gone;
     map_.erase(first, last - first, &gone);
-    note([&](Journal& journal, const FileState& state) {
+    const bool noted = note([&](Journal& journal, const FileState& state) {
       return journal.note_erased(state, first, last - first);
     });
+    if (!noted) keep_places();
     give_up(gone, actions);
   }
   std::vector<std::pair<uint64_t, uint64_t>> edges;

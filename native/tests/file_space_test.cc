@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <filesystem>
@@ -42,6 +43,38 @@ uint64_t blocks_of(const std::vector<Extent>& extents) {
   for (const Extent& extent : extents) blocks += extent.count;
   return blocks;
 }
+
+// Keeps a device from preallocating anything, until it is destroyed.
+class BusyDevice {
+ public:
+  BusyDevice(Device& device, uint64_t object) {
+    auto* request = new Request();
+    request->op = IoOp::Truncate;
+    request->object = device.object(object);
+    request->length = 64 << 20;
+    request->shared = shared_;
+    device.submit(request);
+  }
+  ~BusyDevice() { shared_->let_go.put(0); }
+  BusyDevice(const BusyDevice&) = delete;
+  BusyDevice& operator=(const BusyDevice&) = delete;
+  void wait() { shared_->begun.wait(); }
+
+ private:
+  struct Shared {
+    Delivery<int> begun;
+    Delivery<int> let_go;
+  };
+  struct Request : IoRequest {
+    std::shared_ptr<Shared> shared;
+    void complete(int result) override {
+      shared->begun.put(result);
+      shared->let_go.wait();
+      delete this;
+    }
+  };
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+};
 
 // Writes behind this byte of an object fail with EFBIG, which is no verdict on the device.
 class ObjectLimit {
@@ -392,6 +425,39 @@ TEST_CASE("what fallocate promised is kept by a write that fails next to it") {
   REQUIRE(fd >= 0);
   CHECK(::lseek(fd, 0, SEEK_HOLE) == kChunkBytes / 2);
   ::close(fd);
+}
+
+TEST_CASE("an object that a drain flushes stays until the next version is current") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 15)) == 0);
+  REQUIRE(fixture.punch(*file, 8 * kChunkBytes, kChunkBytes) == 0);  // when that is written
+  REQUIRE(file->objects().size() == 1);
+  const uint64_t object = file->objects()[0].second;
+  Device& device = *fixture.engine().device(0);
+  {
+    const BusyDevice busy(device, object);
+    REQUIRE(fixture.write(*file, kChunkBytes, random_bytes(2 * kChunkBytes, 16)) == 0);
+    REQUIRE(fixture.truncate(*file, 0) == 0);  // its object is being preallocated
+  }
+  BusyDevice(device, object).wait();  // and is so no more
+  SnapshotData snapshot;
+  REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+  CHECK(snapshot.inline_content == "");
+  REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 17)) == 0);
+  REQUIRE(fixture.truncate(*file, 0) == 0);
+  const auto is_there = [&] {
+    const auto found = objects_of(fixture);
+    return std::any_of(found.begin(), found.end(), [&](const auto& path) {
+      return std::stoull(path.filename(), nullptr, 16) == object;
+    });
+  };
+  fixture.engine().remove_objects({});
+  CHECK(is_there());
+  fixture.make_current(*file, snapshot);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  fixture.engine().close();
+  CHECK_FALSE(is_there());
 }
 
 TEST_CASE("a file with unsaved bytes or handles is not unloaded") {

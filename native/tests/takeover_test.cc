@@ -379,6 +379,27 @@ struct Succession {
 
 }  // namespace
 
+TEST_CASE("takeover: what a journal without room does not tell of is still there") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  std::string model = random_bytes(4 * kChunkBytes, 1);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  REQUIRE(succession.first->punch(*file, 8 * kChunkBytes, kChunkBytes) == 0);
+  const FileState other{kIno + 1, 1, 1, 1, false};
+  Journal& journal = succession.first->engine().arena().journal();
+  while (journal.note(other, arena::Change::None).ok()) {
+  }
+  SUBCASE("cut off") { REQUIRE(succession.first->truncate(*file, 0) == 0); }
+  SUBCASE("punched out") {
+    REQUIRE(succession.first->punch(*file, 0, 2 * kChunkBytes) == 0);
+    REQUIRE(succession.first->truncate(*file, 0) == 0);
+  }
+  const auto taken = succession.attach();
+  REQUIRE(succession.second->recover(kIno) == 0);
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == model);
+  CHECK(succession.second->commit(*taken, false) == 0);
+}
+
 TEST_CASE("takeover: what a truncation cut off a block does not come back") {
   Succession succession;
   const auto file = succession.first->load(kIno);
