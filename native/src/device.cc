@@ -319,7 +319,10 @@ void NativeDevice::finished(IoRequest* request, int result) {
   // with their descriptors.
   if (result == 0 && request->op == IoOp::Flush && !still_linked(*request)) result = -ENODEV;
   measure(*request, result);
-  if (result != 0) {
+  const bool gives_back = request->op == IoOp::Truncate || request->op == IoOp::Punch;
+  if (result == -ENOENT && gives_back) {
+    // The object has been given back as a whole.
+  } else if (result != 0) {
     errors_.fetch_add(1, std::memory_order_relaxed);
   } else if (request->op == IoOp::Write) {
     bytes_written_.fetch_add(request->length, std::memory_order_relaxed);
@@ -383,7 +386,7 @@ void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
     files_.forget(id);
     const int result = directory_.remove_object(id);
     space_.came();
-    if (result != 0) errors_.fetch_add(1, std::memory_order_relaxed);
+    if (result != 0 && result != -ENOENT) errors_.fetch_add(1, std::memory_order_relaxed);
     done(-result);
     end();
   });

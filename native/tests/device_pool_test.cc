@@ -90,7 +90,7 @@ TEST_CASE_TEMPLATE("device: an objects directory that is gone is reported", Back
   AlignedBuffer block(kBlock);
   CHECK(run(*fixture.device, IoOp::Read, fixture.device->object(5), 0, kBlock, block.data()) ==
         -ENOENT);
-  CHECK(fixture.device->statistics().errors == 4);
+  CHECK(fixture.device->statistics().errors == 3);  // gone is what 77 should be
 }
 
 TEST_CASE_TEMPLATE("device: an objects directory that never was is refused", Backend, UringBackend,

@@ -379,6 +379,25 @@ struct Succession {
 
 }  // namespace
 
+TEST_CASE("takeover: an object that was given back is no error of its device") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  REQUIRE(succession.first->write(*file, 0, random_bytes(4 * kChunkBytes, 1)) == 0);
+  REQUIRE(succession.first->truncate(*file, 0) == 0);
+  const std::string model = random_bytes(2 * kChunkBytes, 2);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  REQUIRE(succession.first->punch(*file, 8 * kChunkBytes, kChunkBytes) == 0);
+  const auto taken = succession.take_over();
+  REQUIRE(succession.second->commit(*taken, true) == 0);
+  REQUIRE(succession.second->wait_for(succession.second->engine().remove_objects({})) == 0);
+  for (uint16_t number = 0; number < 2; ++number) {
+    const Device& device = *succession.second->engine().device(number);
+    while (device.statistics().requests_queued != 0) std::this_thread::yield();
+    CHECK(device.statistics().errors == 0);
+  }
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == model);
+}
+
 TEST_CASE("takeover: what a journal without room does not tell of is still there") {
   Succession succession;
   const auto file = succession.first->load(kIno);
