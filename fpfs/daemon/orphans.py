@@ -6,15 +6,19 @@ had some. After a clean unmount there are none, so that a mount after one looks 
 Invariants:
   * Only objects of earlier servers are looked at: their ids are smaller than this one's.
   * Whoever ends it in the middle leaves the rest to the next mount, which must look for it.
-  * An object is removed only if the catalog does not name it and no loaded inode holds it.
+  * An object is removed only if the catalog does not name it and no loaded inode holds it, nor what
+    is to be taken over.
 
-Concurrency: one coroutine in the background; folders are listed in threads.
+Concurrency: one coroutine, in the background or before the mount answers; folders are listed in
+threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +62,29 @@ async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceD
     if failure is not None:
         raise failure
     return count
+
+
+async def make_room(
+    *, needed_bytes: int, catalog: Catalog, engine: Engine, devices: Sequence[DeviceDirectory]
+) -> None:
+    """Collect where a device has less space than what is to be taken over may need.
+
+    The servers that died on the way to that may have left more and more of them.
+    """
+    paths = [device.path for device in devices]
+    if await run_alone(_least_free, paths) < needed_bytes:
+        with contextlib.suppress(OSError):  # it is in the log
+            await collect(catalog=catalog, engine=engine, devices=devices)
+
+
+def _least_free(paths: Sequence[str]) -> int:
+    """Bytes free on the device that has least; one that does not tell has nothing to collect."""
+    free = [sys.maxsize]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            figures = os.statvfs(path)
+            free.append(figures.f_bavail * figures.f_frsize)
+    return min(free)
 
 
 async def _collect_device(catalog: Catalog, engine: Engine, device: DeviceDirectory) -> int:

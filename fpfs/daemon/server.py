@@ -285,6 +285,13 @@ class Server:
         if not self._took_over:
             # First, since they may be names in what is taken away then.
             await self._commit.put_names_back()
+        if self._engine.left().changed:
+            await orphans.make_room(
+                needed_bytes=self._config.options.staging_bytes,
+                catalog=self._catalog,
+                engine=self._engine,
+                devices=self._changes.registry.present,
+            )
         taken = await work.run(with_handles=self._inherited is not None)
         await self._versions.load()  # Some may have gone with what is in no group any more.
         deleted = await self._commit.recover(keep=taken.kept, took_over=self._took_over)

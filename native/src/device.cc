@@ -267,7 +267,8 @@ int NativeDevice::await_others(IoRequest* request) {
 int NativeDevice::allocate(IoRequest* request) {
   const int64_t bytes_free = directory_.bytes_free();
   if (bytes_free < 0) return static_cast<int>(bytes_free);
-  const bool enough = static_cast<uint64_t>(bytes_free) >= request->length + config_.reserve_bytes;
+  const bool enough = request->uses_reserve ||
+                      static_cast<uint64_t>(bytes_free) >= request->length + config_.reserve_bytes;
   if (!enough) held_.coming();
   const int result = enough ? transfer_blocking(request) : allocate_with_reserve(request);
   if (!enough) held_.came();

@@ -62,6 +62,7 @@ struct IoRequest {
   char* buffer = nullptr;
   uint64_t ino = 0;  // whose it is, and where in that file, for who traces it
   uint64_t file_offset = 0;
+  bool uses_reserve = false;  // of Allocate: may take what is kept free
 
   // The device's own while submitted.
   IoRequest* next = nullptr;

@@ -301,6 +301,13 @@ std::vector<ObjectKey> Engine::held_objects() {
     const std::vector<ObjectKey> objects = file->objects();
     held.insert(held.end(), objects.begin(), objects.end());
   }
+  for (const auto& [ino, left] : leftovers_) {  // which are going to be those of files
+    for (const JournalEntry& entry : left.changes) {
+      for (const WrittenExtent& written : entry.extents) {
+        held.emplace_back(written.extent.place.device, written.extent.place.object);
+      }
+    }
+  }
   return held;
 }
 

@@ -162,6 +162,8 @@ void File::submit_grow(const std::shared_ptr<Appender>& entry, uint64_t blocks, 
   request->object = entry->object;
   request->offset = entry->allocated_blocks * kBlockBytes;
   request->length = blocks * kBlockBytes;
+  // What was acknowledged had its space, which may have gone into what every takeover needs.
+  request->uses_reserve = needed != 0 && blocks == needed && !recovered_slots_.empty();
   request->call = [self = shared_from_this(), entry, blocks, needed](int result) {
     self->grown(entry, blocks, needed, -result);
   };

@@ -28,6 +28,7 @@ RESERVE_BYTES = 8 * MEBIBYTE
 """What the engine leaves free on each device."""
 
 ROOM_BYTES = 40 * MEBIBYTE
+KILLS = 40
 PIECES = [random_bytes(MEBIBYTE, seed=seed) for seed in range(7)]
 
 
@@ -394,3 +395,41 @@ def test_what_a_take_over_finds_no_space_for_is_left_to_the_next(tmp_path: Path)
         mount.mount()
         for path in paths:
             assert_same(path.read_bytes(), b"y" * 100_000 + b"x" * 300_000)
+
+
+def test_servers_that_die_one_after_another_on_full_devices_leave_room_for_the_next(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """What each of them had allocated and not come to use is not the next one's loss."""
+    mount, _devices = small
+    mount.expect_log(r"fpfs\.keeper: server \d+ died")
+    mount.allow_log(r"fpfs\.daemon\.versions: no space for")
+    paths = [mount.root / f"file{number}" for number in range(KILLS)]
+    for path in paths:
+        path.write_bytes(b"x" * 400_000)
+    mount.flush()
+    with (mount.root / "filler").open("wb", buffering=0) as filler:
+        fill(filler.fileno())
+        with pytest.raises(OSError, match="No space left on device"):
+            while True:
+                filler.write(bytes(64 * 1024))
+    mount.flush()
+    expected = dict.fromkeys(paths, b"x" * 1000)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("r+b", buffering=0)) for path in paths]
+        for path, file in zip(paths, files, strict=True):
+            try:
+                os.pwrite(file.fileno(), b"y" * 1000, 100_000)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            else:
+                expected[path] = b"y" * 1000
+            mount.note_processes()
+            mount.kill(mount.server_pid)
+            assert_same(os.pread(file.fileno(), 1000, 300_000), b"x" * 1000)
+        assert b"y" * 1000 in expected.values()
+        for path, file in zip(paths, files, strict=True):
+            assert_same(os.pread(file.fileno(), 1000, 100_000), expected[path])
+    mount.remount()
+    for path in paths:
+        assert_same(path.read_bytes()[100_000:101_000], expected[path])
