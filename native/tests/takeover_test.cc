@@ -379,6 +379,19 @@ struct Succession {
 
 }  // namespace
 
+TEST_CASE("takeover: what was taken over and never served is left to the next one") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  const std::string model = random_bytes(2 * kChunkBytes + 100, 1);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  SUBCASE("as it was") { succession.attach(); }
+  SUBCASE("and brought back already") { succession.take_over(); }
+  succession.second->engine().close();  // it found no space for something, say
+  const auto taken = succession.attach_again();
+  REQUIRE(succession.second->recover(kIno) == 0);
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == model);
+}
+
 TEST_CASE("takeover: an object that was given back is no error of its device") {
   Succession succession;
   const auto file = succession.first->load(kIno);

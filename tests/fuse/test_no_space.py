@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.lab import unavailable_reason
-from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs
+from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
 
@@ -372,29 +372,6 @@ def test_a_file_is_cut_with_the_space_for_its_last_block_or_not_at_all(
     mount.remount()
     for path in paths:
         assert_same(path.read_bytes(), expected[path])
-
-
-def test_what_a_take_over_finds_no_space_for_is_left_to_the_next(tmp_path: Path) -> None:
-    with faulty_mount(tmp_path) as (mount, devices):
-        paths = [mount.root / f"file{number}" for number in range(40)]
-        for path in paths:
-            path.write_bytes(b"x" * 400_000)
-        mount.flush()
-        for path in paths:
-            with path.open("r+b") as file:
-                file.write(b"y" * 100_000)
-        mount.kill(mount.keeper_pid, mount.server_pid)
-        mount.tear_down()
-        mount.allow_log("server failed|no direct I/O on this filesystem|is full: its reserve")
-        for number in range(2):
-            devices.fill(number, leave_bytes=0)
-        with pytest.raises(CommandFailed, match="make room on the devices"):
-            mount.mount()
-        for number in range(2):
-            devices.empty(number)
-        mount.mount()
-        for path in paths:
-            assert_same(path.read_bytes(), b"y" * 100_000 + b"x" * 300_000)
 
 
 def test_servers_that_die_one_after_another_on_full_devices_leave_room_for_the_next(
