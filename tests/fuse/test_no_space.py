@@ -59,6 +59,16 @@ def fill(fd: int, *, first: int = 0) -> int:
         count += 1
 
 
+def fill_to_the_last_block(mount: Mount) -> None:
+    """Let a file take all that its devices give, durably."""
+    with (mount.root / "filler").open("wb", buffering=0) as filler:
+        fill(filler.fileno())
+        with pytest.raises(OSError, match="No space left on device"):
+            while True:
+                filler.write(bytes(64 * 1024))
+    mount.flush()
+
+
 def assert_pieces(path: Path, count: int) -> None:
     """Compare a file with what `fill` wrote."""
     assert path.stat().st_size == count * MEBIBYTE
@@ -346,12 +356,7 @@ def test_a_file_is_cut_with_the_space_for_its_last_block_or_not_at_all(
     for path in paths:
         path.write_bytes(content)
     mount.flush()
-    with (mount.root / "filler").open("wb", buffering=0) as filler:
-        fill(filler.fileno())
-        with pytest.raises(OSError, match="No space left on device"):
-            while True:
-                filler.write(bytes(64 * 1024))
-    mount.flush()
+    fill_to_the_last_block(mount)
     expected = {}
     with contextlib.ExitStack() as stack:
         # What is open and was not synced does not give back the blocks that it had before.
@@ -385,12 +390,7 @@ def test_servers_that_die_one_after_another_on_full_devices_leave_room_for_the_n
     for path in paths:
         path.write_bytes(b"x" * 400_000)
     mount.flush()
-    with (mount.root / "filler").open("wb", buffering=0) as filler:
-        fill(filler.fileno())
-        with pytest.raises(OSError, match="No space left on device"):
-            while True:
-                filler.write(bytes(64 * 1024))
-    mount.flush()
+    fill_to_the_last_block(mount)
     expected = dict.fromkeys(paths, b"x" * 1000)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open("r+b", buffering=0)) for path in paths]
