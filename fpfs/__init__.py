@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fpfs.core.control import TimedOut
+    from fpfs.core.protocol.control import TimedOut
+    from fpfs.core.protocol.reports import FileStatus, Status
+    from fpfs.core.protocol.whereabouts import NotKept, status, wait_durable
     from fpfs.core.refusal import Refused
-    from fpfs.core.reports import FileStatus, Status
-    from fpfs.core.whereabouts import NotKept, status, wait_durable
 
 __version__ = "0.1.0"
 
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _PLACES = {
-    "FileStatus": "fpfs.core.reports",
-    "NotKept": "fpfs.core.whereabouts",
+    "FileStatus": "fpfs.core.protocol.reports",
+    "NotKept": "fpfs.core.protocol.whereabouts",
     "Refused": "fpfs.core.refusal",
-    "Status": "fpfs.core.reports",
-    "TimedOut": "fpfs.core.control",
-    "status": "fpfs.core.whereabouts",
-    "wait_durable": "fpfs.core.whereabouts",
+    "Status": "fpfs.core.protocol.reports",
+    "TimedOut": "fpfs.core.protocol.control",
+    "status": "fpfs.core.protocol.whereabouts",
+    "wait_durable": "fpfs.core.protocol.whereabouts",
 }
 
 

@@ -16,9 +16,9 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import show_text
-from fpfs.core.questions import Answer, Question
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import Answer, Question
 
 Json = Annotated[
     bool,

@@ -9,25 +9,25 @@ import msgspec
 from cyclopts import App
 
 import fpfs
-from fpfs.cli import commit, devices, policy
-from fpfs.cli import scrub as scrubbing
-from fpfs.cli import top as live
-from fpfs.cli import trace as tracing
-from fpfs.cli import versions as former
 from fpfs.cli.asking import Flag, Json, ask, print_json, waiting
+from fpfs.cli.commands import commit, devices, policy
+from fpfs.cli.commands import scrub as scrubbing
+from fpfs.cli.commands import top as live
+from fpfs.cli.commands import trace as tracing
+from fpfs.cli.commands import versions as former
+from fpfs.cli.commands.listing import ls
+from fpfs.cli.commands.recovery import describe_recovery
+from fpfs.cli.commands.stat import stat
+from fpfs.cli.commands.status import STATUS_TIMEOUT_S, status
+from fpfs.cli.commands.tune import tune
 from fpfs.cli.completion import completion
-from fpfs.cli.listing import ls
-from fpfs.cli.recovery import describe_recovery
 from fpfs.cli.show import check_timeout, run_app, show_failures
-from fpfs.cli.stat import stat
-from fpfs.cli.status import STATUS_TIMEOUT_S, status
-from fpfs.cli.tune import tune
-from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.questions import AskStatus, FlushAll, RestartServer
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import AskStatus, FlushAll, RestartServer
+from fpfs.core.protocol.reports import Flushed
+from fpfs.core.protocol.whereabouts import wait_for
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Flushed
 from fpfs.core.units import parse_size_bytes
-from fpfs.core.whereabouts import wait_for
 
 RESTART_TIMEOUT_S = 120.0
 SURPLUS = dict.fromkeys(
@@ -234,7 +234,7 @@ def check(
         Read all contents, too, and compare them with their checksums (as scrub does).
     """
     # Imported late: other commands need neither the catalog nor the extension.
-    from fpfs.cli import fsck as checking
+    from fpfs.cli.commands import fsck as checking
 
     return checking.fsck_mounted(mountpoint, data=data, json=json)
 

@@ -21,7 +21,7 @@ from fpfs.cli.show import (
 )
 from fpfs.core.options import MountOptions, parse_mount_options
 from fpfs.core.paths import show_text
-from fpfs.daemon import launch
+from fpfs.daemon.mount import launch
 
 app = App(
     name="fpfs",
@@ -128,7 +128,7 @@ def mount(
 
 def _serve_here(mountpoint: str, devices: list[str], options: MountOptions) -> int:
     # Imported late: only a server needs pyfuse3.
-    from fpfs.daemon import process
+    from fpfs.daemon.mount import main as process
 
     config = launch.prepare(
         mountpoint=mountpoint, devices=devices, options=options, log=options.log, ready_fd=-1
@@ -193,7 +193,7 @@ def check(
         Read all contents, too, and compare them with their checksums.
     """
     # Imported late: other commands need neither the catalog nor the extension.
-    from fpfs.cli import fsck as checking
+    from fpfs.cli.commands import fsck as checking
 
     return checking.fsck(places, repair=repair, data=data, json=json)
 
@@ -213,7 +213,7 @@ def export(*places: str, path: str = "") -> int:
         Copy only what is at this path below the mountpoint.
     """
     # Imported late: other commands need neither the catalog nor the extension.
-    from fpfs.cli.export import run_export
+    from fpfs.cli.commands.export import run_export
 
     return run_export(places, path=path)
 

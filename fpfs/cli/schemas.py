@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 
+from fpfs.cli.commands.drain import DrainReport
+from fpfs.cli.commands.listing import Listing
+from fpfs.cli.commands.policy import PoliciesApplied
+from fpfs.cli.commands.scrub import ScrubReport
+from fpfs.cli.commands.stat import FilesReport
+from fpfs.cli.commands.status import StatusReport
+from fpfs.cli.commands.tune import TuneReport
 from fpfs.cli.ctl import Restarted
-from fpfs.cli.drain import DrainReport
-from fpfs.cli.listing import Listing
-from fpfs.cli.policy import PoliciesApplied
-from fpfs.cli.scrub import ScrubReport
-from fpfs.cli.stat import FilesReport
-from fpfs.cli.status import StatusReport
-from fpfs.cli.tune import TuneReport
 from fpfs.core.fsck import CheckReport
-from fpfs.core.reports import (
+from fpfs.core.protocol.reports import (
     DeviceRemoved,
     DeviceStatus,
     DeviceTags,

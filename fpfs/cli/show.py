@@ -32,8 +32,8 @@ from fpfs.cli.entry import EXIT_INTERRUPTED
 from fpfs.cli.examples import lay_out
 from fpfs.core.fsck import EXIT_NOT_CHECKED
 from fpfs.core.paths import show_text
+from fpfs.core.protocol.reports import Flushed
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Flushed
 
 PIPE_COLUMNS = 100_000
 EXIT_NOT_WRITTEN = 1

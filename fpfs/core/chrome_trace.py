@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fpfs.core.trace import CommitStep, EventKind, TraceEvent, TransferKind
+from fpfs.core.protocol.trace import CommitStep, EventKind, TraceEvent, TransferKind
 
 Event = dict[str, Any]
 

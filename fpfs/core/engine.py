@@ -6,8 +6,8 @@ can be tested against `fpfs.testing.memory_engine.MemoryEngine`.
 
 Invariants:
   * An inode is *loaded* before it is opened, and unloaded only when it has no handle and is clean.
-  * `Engine.drain` is called by `fpfs.daemon.commit` alone, one at a time for each inode; every
-    successful drain is followed by `Engine.committed` or by another drain.
+  * `Engine.drain` is called by `fpfs.daemon.commit.pipeline` alone, one at a time for each inode;
+    every successful drain is followed by `Engine.committed` or by another drain.
 
 Concurrency: all methods are called from the trio thread. Plain methods never block; what may wait
 for a device is a coroutine.
@@ -36,13 +36,13 @@ check_objects_directory = _native.check_objects_directory
 CatalogFiles = _native.CatalogFiles
 CatalogLeader = _native.CatalogLeader
 CatalogMirror = _native.CatalogMirror
-"""The catalog's copies as files; see native/src/catalog_files.h and catalog_mirror.h."""
+"""The catalog's copies as files; see native/src/catalog/catalog_files.h and catalog_mirror.h."""
 
 Tracer = _native.Tracer
-"""Events of one file while somebody traces it; see native/src/tracer.h."""
+"""Events of one file while somebody traces it; see native/src/base/tracer.h."""
 
 KnownDirectories = _native.KnownDirectories
-"""What the channel may say of directories by itself; see native/src/known_directories.h."""
+"""What the channel may say of directories by itself; see native/src/fuse/known_directories.h."""
 
 ARENA_FORMAT: int = _native.ARENA_FORMAT
 """Format of what an engine leaves in the staging arena to the one that takes over."""
@@ -114,7 +114,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flow(NamedTuple):
-    """How a file is written and read; see `Flow` in native/src/file.h.
+    """How a file is written and read; see `Flow` in native/src/file/file.h.
 
     `ack` is ``early``, ``close`` or ``durable``. `depth` is how many chunks may be on their way to
     each device, `buffers` how many may be staged for each; 0: as many as there are.
@@ -241,7 +241,7 @@ class LeftHandle(NamedTuple):
 
 
 class Part(enum.IntEnum):
-    """What of an inode is told, as in native/src/engine.h. Of some two parts are."""
+    """What of an inode is told, as in native/src/engine/engine.h. Of some two parts are."""
 
     ALL = 0
     CLOSED = 1
@@ -481,6 +481,12 @@ class Engine(Protocol):
 
     def invalidate_name(self, directory: int, name: bytes) -> None:
         """Let the kernel forget that a name is, or is not, in a directory, soon."""
+
+    async def names_invalidated(self) -> None:
+        """Return when the kernel has forgotten the names that it was to forget before this call.
+
+        It waits for who reads, or changes, their directories: a program can hold that up for ever.
+        """
 
     async def discard(self, ranges: Sequence[Range]) -> None:
         """Give ranges of objects back to the devices (no committed layout refers to them)."""

@@ -165,7 +165,7 @@ class NoSpace(FpfsError):
 
 
 class ReadOnly(FpfsError):
-    """The catalog's device refuses writes, or what is to be changed is a former content."""
+    """The catalog's device refuses writes, or what is to be changed is a former version."""
 
     code = errno.EROFS
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.paths import inode_of_directory
-from fpfs.core.questions import CommitGroup
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import CommitGroup
 
 
 def commit_group(directory: str, *, timeout_s: float | None = None) -> None:

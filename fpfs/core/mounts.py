@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import pwd
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from fpfs.core.refusal import Refused
 
 FILESYSTEM_TYPE = "fuse.fpfs"
 LINKS_MAX = 40
@@ -113,3 +116,17 @@ def mount_containing(path: str) -> MountEntry:
 def is_below(path: str, folder: str) -> bool:
     """Whether `path` is `folder` or lies below it; both absolute and resolved."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def check_outside(mountpoint: str, paths: Iterable[tuple[str, str]], *, asked: str) -> None:
+    """Refuse paths, given as (what it is, resolved path), that the mount would cover.
+
+    The server would wait for itself when it touches such a path.
+    """
+    for what, path in paths:
+        if is_below(path, mountpoint):
+            raise Refused(
+                asked=asked,
+                wrong=f"the {what} {path} lies under the mountpoint {mountpoint}",
+                remedy="put it outside, or mount elsewhere",
+            )

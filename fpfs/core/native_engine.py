@@ -309,6 +309,10 @@ class NativeEngine:
         """See `Engine.invalidate_name`."""
         self._native.invalidate_name(directory, name)
 
+    async def names_invalidated(self) -> None:
+        """See `Engine.names_invalidated`."""
+        await self._completion(self._native.names_invalidated())
+
     async def discard(self, ranges: Sequence[Range]) -> None:
         """See `Engine.discard`."""
         plain = [(entry.device, entry.object, entry.block, entry.count) for entry in ranges]

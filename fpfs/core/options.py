@@ -308,3 +308,18 @@ def _check(options: MountOptions, typed: Mapping[str, str]) -> None:
 
 def _mebibytes(size_bytes: int) -> str:
     return f"{size_bytes // 1024**2}M"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a server is told, on its stdin. All paths are absolute.
+
+    `ready_fd` is where it says that it is ready. `log` is empty where it logs to stderr.
+    """
+
+    mountpoint: str
+    devices: tuple[str, ...]
+    options: MountOptions
+    log: str
+    runtime_folder: str
+    ready_fd: int
+    asked: str

@@ -39,7 +39,7 @@ READAHEAD_BYTES_MIN = 1024 * 1024
 READAHEAD_BYTES_MAX = 16 * 1024 * 1024
 """A reader gets no more of the buffers that all reads share."""
 VERSIONS_MAX = 1000
-"""Former contents of one name; each is an inode of its own."""
+"""Former versions of one name; each is an inode of its own."""
 TEXT_BYTES_MAX = 4096
 """Of one setting."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 DURATION_BOUNDS_NS: tuple[int, ...] = tuple(1000 << index for index in range(27))
 """Upper bounds of the buckets that durations are counted in: 1 µs to 67 s, each twice the one
-before. One more bucket has what took longer. As in native/src/duration_histogram.h."""
+before. One more bucket has what took longer. As in native/src/base/duration_histogram.h."""
 
 BUCKETS = len(DURATION_BOUNDS_NS) + 1
 

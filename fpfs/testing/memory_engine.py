@@ -537,6 +537,10 @@ class MemoryEngine:
         """Note what the kernel is to forget."""
         self.calls.append(("invalidate_name", directory, name))
 
+    async def names_invalidated(self) -> None:
+        """Return: there is no kernel that could remember names."""
+        await trio.lowlevel.checkpoint()
+
     async def discard(self, ranges: Sequence[Range]) -> None:
         """Forget blocks of objects."""
         await trio.lowlevel.checkpoint()

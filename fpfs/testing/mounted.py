@@ -26,14 +26,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fpfs.core.control import ControlClient
 from fpfs.core.mounts import MountEntry, mount_at
-from fpfs.core.questions import AskStatus, FlushAll
+from fpfs.core.protocol.control import ControlClient
+from fpfs.core.protocol.questions import AskStatus, FlushAll
+from fpfs.core.protocol.reports import Flushed, Status
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Flushed, Status
-from fpfs.daemon.mounting import abort_connection, unmount
-from fpfs.daemon.places import arena_path
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.label import read_stamp
+from fpfs.daemon.mount.fusermount import abort_connection, unmount
+from fpfs.testing.warm import WarmCommands
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
@@ -45,6 +46,9 @@ _UNCAUGHT = re.compile(r"^(Traceback|Fatal Python error|.*Sanitizer)", re.MULTIL
 
 live_mounts: list[Mount] = []
 """Mounts of this process that are not taken down yet."""
+
+warm: WarmCommands | None = None
+"""Forks the commands that need no other environment or start, where a run of tests has set it."""
 
 
 class CommandFailed(AssertionError):
@@ -59,9 +63,13 @@ def run_fpfs(
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``fpfs`` (or another command's module) with this interpreter, whatever comes of it."""
+    words = [str(argument) for argument in arguments]
+    added = {"PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    if warm is not None and not prefix and not environment:
+        return warm.run(module, words, environment={**os.environ, **added}, timeout_s=timeout_s)
     return subprocess.run(
-        [*prefix, sys.executable, "-m", module, *(str(argument) for argument in arguments)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+        [*prefix, sys.executable, "-m", module, *words],
+        env={**os.environ, **added},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "status.h"
+#include "base/status.h"
 
 namespace fpfs {
 

@@ -6,8 +6,8 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bindings.h"
-#include "catalog_files.h"
-#include "catalog_mirror.h"
+#include "catalog/catalog_files.h"
+#include "catalog/catalog_mirror.h"
 
 namespace nb = nanobind;
 

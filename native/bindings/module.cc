@@ -12,13 +12,13 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/crc32c.h"
 #include "bindings.h"
-#include "block_checksum.h"
-#include "channel.h"
-#include "crc32c.h"
-#include "device_directory.h"
-#include "engine.h"
-#include "known_directories.h"
+#include "device/device_directory.h"
+#include "engine/engine.h"
+#include "fuse/channel.h"
+#include "fuse/known_directories.h"
+#include "layout/block_checksum.h"
 
 namespace nb = nanobind;
 using namespace fpfs;
@@ -128,8 +128,8 @@ nb::dict statistics(Engine& engine) {
     devices[nb::int_(device->number())] = entry;
   }
   nb::dict channel;
-  if (engine.channel() != nullptr) {
-    const ChannelStatistics& s = engine.channel()->statistics();
+  if (Channel::of(engine) != nullptr) {
+    const ChannelStatistics& s = Channel::of(engine)->statistics();
     channel["writes"] = s.writes.load();
     channel["write_bytes"] = s.write_bytes.load();
     channel["writes_in_place"] = s.writes_in_place.load();
@@ -284,13 +284,13 @@ void bind_released(nb::class_<Engine>& type) {
            })
       .def("requests_received",
            [](Engine& engine) {
-             Channel* channel = engine.channel();
+             Channel* channel = Channel::of(engine);
              return channel == nullptr ? 0 : channel->statistics().received.load();
            })
       .def(
           "has_received",
           [](Engine& engine, uint64_t requests) {
-            Channel* channel = engine.channel();
+            Channel* channel = Channel::of(engine);
             return channel == nullptr || channel->has_received(requests);
           },
           nb::arg("requests"), nb::call_guard<nb::gil_scoped_release>());
@@ -323,6 +323,8 @@ void bind_takeover(nb::class_<Engine>& type) {
            [](Engine& engine, uint64_t directory, const nb::bytes& name) {
              engine.invalidate_name(directory, from_bytes(name));
            })
+      .def("names_invalidated", &Engine::names_invalidated,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("recover", &Engine::recover, nb::call_guard<nb::gil_scoped_release>())
       .def("recover_later", &Engine::recover_later, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon", &Engine::abandon, nb::call_guard<nb::gil_scoped_release>())
@@ -428,10 +430,10 @@ void bind_plane(nb::class_<Engine>& type) {
       .def("serve",
            [](Engine& engine, int fd, std::shared_ptr<KnownDirectories> directories,
               const std::string& connection) {
-             Result<int> result = engine.serve(fd, std::move(directories),
-                                               connection == "new"    ? Connection::New
-                                               : connection == "left" ? Connection::Left
-                                                                      : Connection::LeftByFault);
+             Result<int> result = Channel::serve(engine, fd, std::move(directories),
+                                                 connection == "new"    ? Connection::New
+                                                 : connection == "left" ? Connection::Left
+                                                                        : Connection::LeftByFault);
              check(result.status());
              return result.value();
            })

@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "channel.h"
-#include "engine.h"
-#include "known_directories.h"
+#include "engine/engine.h"
+#include "fuse/channel.h"
+#include "fuse/known_directories.h"
 
 // Threads of the engine allocate and free while an input runs: that looks like leaks to the fuzzer.
 extern "C" const char* __asan_default_options();
@@ -115,7 +115,7 @@ class Harness {
     kernel_ = pair[0];
     const timeval limit{kAnswerLimit.count(), 0};
     if (::setsockopt(kernel_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0) std::abort();
-    auto served = engine_->serve(pair[1], directories_, Connection::New);
+    auto served = Channel::serve(*engine_, pair[1], directories_, Connection::New);
     if (!served.ok()) std::abort();
     python_ = served.take();
   }

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "fuse_request.h"
+#include "fuse/fuse_request.h"
 
 namespace {
 

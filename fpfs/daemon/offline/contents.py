@@ -16,9 +16,9 @@ from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.layout import Run, Segment, bytes_held, decode_segment
 from fpfs.core.paths import show_name
-from fpfs.daemon.catalog_contents import SEGMENTS_MAX
-from fpfs.daemon.catalog_schema import row_crc
-from fpfs.daemon.catalog_shares import Spans, merge, without
+from fpfs.daemon.catalog.rows.extents import SEGMENTS_MAX
+from fpfs.daemon.catalog.rows.shared_extents import Spans, merge, without
+from fpfs.daemon.catalog.schema import row_crc
 from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:

@@ -32,22 +32,22 @@ from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX
 from fpfs.core.mounts import is_below
 from fpfs.core.paths import show_name
 from fpfs.core.refusal import Refused, refuse_empty
-from fpfs.daemon.catalog_schema import FPFS_INO, ROOT_INO, row_crc
-from fpfs.daemon.devices import find_devices
-from fpfs.daemon.offline.after_crash import see_to_it
+from fpfs.daemon.catalog.schema import FPFS_INO, ROOT_INO, row_crc
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.directory import find_devices
+from fpfs.daemon.devices.trusted_path import check_trusted
 from fpfs.daemon.offline.contents import SegmentRow
+from fpfs.daemon.offline.crash_view import see_to_it
 from fpfs.daemon.offline.fsck import image_folder, open_image, refusing_image
 from fpfs.daemon.offline.names import is_name
 from fpfs.daemon.offline.objects import READ_BLOCKS, Objects
-from fpfs.daemon.places import arena_path
-from fpfs.daemon.trusted_path import check_trusted
 
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable, Iterator, Sequence
 
     from fpfs.core.layout import Run
-    from fpfs.daemon.device_set import DeviceSet
+    from fpfs.daemon.devices.opened_set import DeviceSet
 
 DAMAGED_SUFFIX = b".damaged"
 DEPTH_MAX = 1_000

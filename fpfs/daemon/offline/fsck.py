@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fpfs.core.control import ControlClient
 from fpfs.core.errors import CatalogError
 from fpfs.core.fsck import CheckReport, Finding, Kind
-from fpfs.core.questions import AskStatus
+from fpfs.core.protocol.control import ControlClient
+from fpfs.core.protocol.questions import AskStatus
+from fpfs.core.protocol.reports import DeviceState
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import DeviceState
-from fpfs.daemon.catalog_devices import fetch_devices
-from fpfs.daemon.device_set import DeviceDirectory, DeviceSet
-from fpfs.daemon.devices import find_devices
+from fpfs.daemon.catalog.rows.devices import fetch_devices
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.directory import find_devices
+from fpfs.daemon.devices.opened_set import DeviceDirectory, DeviceSet
 from fpfs.daemon.offline.contents import check_contents
 from fpfs.daemon.offline.findings import Found, Paths
 from fpfs.daemon.offline.image import (
@@ -52,7 +53,6 @@ from fpfs.daemon.offline.storage import (
     list_objects,
     still_damaged,
 )
-from fpfs.daemon.places import arena_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

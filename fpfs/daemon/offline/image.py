@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING
 
 from fpfs.core.engine import CatalogFiles
 from fpfs.core.errors import CatalogError, CatalogTooNew
-from fpfs.daemon.catalog_copies import ALONE_NAME
-from fpfs.daemon.catalog_migration import migrate
-from fpfs.daemon.catalog_schema import (
+from fpfs.daemon.catalog.migration import migrate
+from fpfs.daemon.catalog.replicas import ALONE_NAME
+from fpfs.daemon.catalog.safe_open import open_regular
+from fpfs.daemon.catalog.schema import (
     FORMAT_VERSION,
     SEQUENCE,
     open_database,
 )
-from fpfs.daemon.catalog_shape import shape_fault
-from fpfs.daemon.device_files import open_regular
+from fpfs.daemon.catalog.schema_check import shape_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpfs.core.fsck import Finding, Kind
 from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from fpfs.core.paths import show_name
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, NUMBER_FIRST, ROOT_INO
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES, NUMBER_FIRST, ROOT_INO
 from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _check_links(
 
 
 def _check_former(connection: sqlite3.Connection) -> Iterator[Found]:
-    """Former contents are of names, do not change, and are in no directory themselves."""
+    """Former versions are of names, do not change, and are in no directory themselves."""
     rows = connection.execute(
         "SELECT f.ino, f.name, f.number, f.parent,"
         f" EXISTS (SELECT 1 FROM inodes d WHERE d.ino = f.parent AND d.{_IS_DIRECTORY}), i.kept,"
@@ -306,7 +306,7 @@ def _check_former(connection: sqlite3.Connection) -> Iterator[Found]:
         " FROM former f JOIN inodes i ON i.ino = f.ino"
     ).fetchall()
     for ino, name, number, parent, has_parent, kept, is_file, is_named in rows:
-        what = f"former content {number} of '{show_name(name)}' in directory inode {parent}"
+        what = f"former version {number} of '{show_name(name)}' in directory inode {parent}"
         if not has_parent or not is_file or is_named:
             why = "is of no directory" if not has_parent else "is something else, too"
             yield Found(

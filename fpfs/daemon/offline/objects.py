@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import BLOCK_BYTES, ObjectId, checksum_blocks
 from fpfs.core.paths import show_name
-from fpfs.daemon.device_files import open_folder, open_regular
-from fpfs.daemon.device_set import OBJECTS_NAME
+from fpfs.daemon.catalog.safe_open import open_folder, open_regular
+from fpfs.daemon.devices.opened_set import OBJECTS_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fpfs.daemon.device_set import DeviceDirectory
+    from fpfs.daemon.devices.opened_set import DeviceDirectory
 
 READ_BLOCKS = 64
 """Blocks that are read at once."""

@@ -17,15 +17,15 @@ import trio
 
 from fpfs.core.refusal import Refused
 from fpfs.core.threads import run_alone
-from fpfs.daemon.catalog import Catalog
+from fpfs.daemon.catalog.database import Catalog
 from fpfs.daemon.offline.image import DATABASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fpfs.core.engine import ObjectId
-    from fpfs.daemon.catalog_worker import Transaction
-    from fpfs.daemon.device_set import DeviceSet
+    from fpfs.daemon.catalog.executor import Transaction
+    from fpfs.daemon.devices.opened_set import DeviceSet
     from fpfs.daemon.offline.findings import Found, Statement
     from fpfs.daemon.offline.objects import Objects
 

@@ -1,0 +1,1 @@
+"""The control protocol: its questions, its answers, and the client that asks."""

@@ -1,0 +1,1 @@
+"""Queries: one module for each kind of row. Who calls it commits."""

@@ -1,0 +1,220 @@
+"""Quarantined saves: what a killed writer left does not replace the content that was there.
+
+The content that it left becomes an inode of its own, under a name in `.fpfs/partial`, and the inode
+that it wrote to keeps its committed content, its names and its attributes. A file that nobody ever
+finished loses its names: it is no checkpoint.
+
+Invariants:
+  * The committed content of an inode is not touched: nothing that it refers to is given back.
+  * One content is kept for each path: a later one replaces an earlier one.
+
+Concurrency: every function runs in the catalog's worker, inside its transaction.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from fpfs.core.engine import ObjectId, Range
+from fpfs.core.limits import NAME_BYTES_MAX
+from fpfs.daemon.catalog.rows import shared_extents as shares
+from fpfs.daemon.catalog.rows.attributes import InodeRow, copy_inode, fetch_inode
+from fpfs.daemon.catalog.rows.dirents import path_of, touch_directory
+from fpfs.daemon.catalog.rows.extents import (
+    Content,
+    Version,
+    fetch_content,
+    record_removals,
+    store_segment,
+    store_snapshot,
+)
+from fpfs.daemon.catalog.schema import PARTIAL_INO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fpfs.daemon.catalog.executor import Transaction
+
+
+class Quarantined(NamedTuple):
+    """What was quarantined, and what of it the tables in memory have to follow.
+
+    `reverted` is the inode that was written to as it was committed, with its `content`, and `lost`
+    the names (directory, name) that were removed. `replaced` are inodes that lost their last name.
+    """
+
+    path: bytes
+    name: bytes
+    killed_by: int
+    size: int
+    now_ns: int
+    lost: Sequence[tuple[int, bytes]]
+    reverted: InodeRow
+    content: Content
+    replaced: Sequence[int]
+
+
+class Partial(NamedTuple):
+    """A content that was quarantined. `path` is the one that it was written to."""
+
+    ino: int
+    path: bytes
+    name: bytes
+    killed_by: int
+    time_ns: int
+    size: int
+
+
+def quarantine(
+    transaction: Transaction,
+    version: Version,
+    *,
+    is_whole: Callable[[Transaction, int, bytes], bool],
+) -> tuple[Quarantined, int] | None:
+    """Store a version that a killed writer left; returns what it quarantined, and the last removal.
+
+    None, and nothing is stored: no name of the inode `is_whole`, one of those that show whole
+    contents only.
+    """
+    ino, snapshot = version.ino, version.snapshot
+    names = transaction.execute("SELECT parent, name FROM names WHERE ino = ?", (ino,)).fetchall()
+    name = next((name for name in names if is_whole(transaction, *name)), None)
+    if name is None:
+        return None
+    path = _path_of(transaction, *name)
+    committed = fetch_inode(transaction, ino)
+    content = fetch_content(transaction, ino)
+    replaced = _drop_earlier(transaction, path)
+    now_ns = time.time_ns()
+    made, removal = _split_off(transaction, version, content)
+    if committed.unfinished:
+        _remove_names(transaction, ino, names, now_ns)
+    quarantined = Quarantined(
+        path=path,
+        name=quarantine_name(name[1], made, now_ns),
+        killed_by=version.killed_by,
+        size=snapshot.size,
+        now_ns=now_ns,
+        lost=names if committed.unfinished else (),
+        reverted=committed,
+        content=content,
+        replaced=replaced,
+    )
+    transaction.execute(
+        "INSERT INTO names VALUES (?, ?, ?, ?, ?)",
+        (transaction.take_number(), PARTIAL_INO, quarantined.name, made, stat.S_IFREG >> 12),
+    )
+    touch_directory(transaction, PARTIAL_INO, now_ns)
+    transaction.execute(
+        "INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?, ?)",
+        (made, ino, path, version.killed_by, now_ns, snapshot.noted),
+    )
+    return quarantined, removal
+
+
+def _remove_names(
+    transaction: Transaction, ino: int, names: Sequence[tuple[int, bytes]], now_ns: int
+) -> None:
+    """Take an inode out of its directories."""
+    transaction.execute("DELETE FROM names WHERE ino = ?", (ino,))
+    transaction.execute("UPDATE inodes SET nlink = 0, ctime_ns = ? WHERE ino = ?", (now_ns, ino))
+    for parent, _name in names:
+        touch_directory(transaction, parent, now_ns)
+
+
+def remove_unfinished(transaction: Transaction, *, kept: set[int]) -> list[bytes]:
+    """Remove files that were never closed, but for those `kept`; returns a path of each."""
+    now_ns = time.time_ns()
+    removed = []
+    for (ino,) in transaction.execute("SELECT ino FROM inodes WHERE unfinished = 1").fetchall():
+        if ino in kept:
+            continue
+        names = transaction.execute(
+            "SELECT parent, name FROM names WHERE ino = ?", (ino,)
+        ).fetchall()
+        removed += [_path_of(transaction, *names[0])] if names else []
+        _remove_names(transaction, ino, names, now_ns)
+    return removed
+
+
+def _split_off(transaction: Transaction, version: Version, content: Content) -> tuple[int, int]:
+    """Make an inode of a version; what is committed stays. Returns it, and the last removal."""
+    ino = copy_inode(transaction, version.ino, nlink=1)
+    for index, blob in content.segments:
+        store_segment(transaction, ino, index, blob)
+    store_snapshot(transaction, version._replace(ino=ino))
+    shares.share(transaction, ino)
+    shares.recount(transaction, shares.references(transaction, ino))
+    return ino, record_removals(transaction, _unreferenced(transaction, version, ino))
+
+
+def _unreferenced(transaction: Transaction, version: Version, ino: int) -> list[Range]:
+    """What the version had written and replaced, and neither content refers to."""
+    snapshot = version.snapshot
+    kept = shares.references(transaction, version.ino)
+    taken = shares.references(transaction, ino)
+    gone = [Range(*dead, 0, 0) for dead in snapshot.dead if shares.owner(transaction, dead) is None]
+    for garbage in snapshot.garbage:
+        place = ObjectId(garbage.device, garbage.object)
+        spans = [(garbage.block, garbage.block + garbage.count)]
+        left = shares.without(spans, kept.get(place, []), taken.get(place, []))
+        gone += [Range(*place, begin, end - begin) for begin, end in left]
+    return gone
+
+
+def _drop_earlier(transaction: Transaction, path: bytes) -> list[int]:
+    """Take the name of what a path had quarantined before; returns the inodes without a name."""
+    rows = transaction.execute("SELECT ino FROM partials WHERE path = ?", (path,)).fetchall()
+    without_name = []
+    for (ino,) in rows:
+        transaction.execute("DELETE FROM partials WHERE ino = ?", (ino,))
+        # One that has moved since, or got another name, is somebody's.
+        taken = transaction.execute(
+            "DELETE FROM names WHERE ino = ? AND parent = ?", (ino, PARTIAL_INO)
+        ).rowcount
+        transaction.execute("UPDATE inodes SET nlink = nlink - ? WHERE ino = ?", (taken, ino))
+        row = transaction.execute("SELECT nlink FROM inodes WHERE ino = ?", (ino,)).fetchone()
+        if row == (0,):
+            without_name.append(ino)
+    return without_name
+
+
+def _path_of(transaction: Transaction, parent: int, name: bytes) -> bytes:
+    """Return the path of a name, from the root of the filesystem."""
+    above = path_of(transaction, parent)
+    return above + b"/" + name if above else name
+
+
+def quarantine_name(name: bytes, ino: int, now_ns: int) -> bytes:
+    """Return a free name for what is quarantined, which no pattern of checkpoints matches."""
+    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_ns // 1_000_000_000))
+    suffix = f".{when}.{ino}".encode()
+    return name[: NAME_BYTES_MAX - len(suffix)] + suffix
+
+
+def list_partials(transaction: Transaction) -> list[Partial]:
+    """Return what is quarantined, the newest last."""
+    rows = transaction.execute(
+        "SELECT p.ino, p.path, n.name, p.killed_by, p.time_ns, i.size FROM partials p"
+        " JOIN inodes i ON i.ino = p.ino JOIN names n ON n.parent = ? AND n.ino = p.ino"
+        " ORDER BY p.time_ns",
+        (PARTIAL_INO,),
+    ).fetchall()
+    return [Partial._make(row) for row in rows]
+
+
+def list_noted(transaction: Transaction) -> dict[int, int]:
+    """Return inodes that a content was split off, and the last change in the arena that it covers.
+
+    For a server that takes over from one that died before it could tell the arena.
+    """
+    return dict(
+        transaction.execute("SELECT origin, max(noted) FROM partials WHERE noted > 0 GROUP BY 1")
+    )
+
+
+def forget_noted(transaction: Transaction) -> None:
+    """Forget changes of an arena that is taken over, or gone."""
+    transaction.execute("UPDATE partials SET noted = 0 WHERE noted > 0")

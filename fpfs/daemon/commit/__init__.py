@@ -1,0 +1,1 @@
+"""The commit: the only orderer of durability."""

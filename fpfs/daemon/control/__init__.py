@@ -1,0 +1,1 @@
+"""The control socket: who may ask what, and what answers."""

@@ -1,0 +1,1 @@
+"""What works on a filesystem in use: devices that come and go, scrubs, orphans, takeover."""

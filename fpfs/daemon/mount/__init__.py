@@ -1,0 +1,1 @@
+"""Keeper and server: how a mount begins, goes on and ends."""

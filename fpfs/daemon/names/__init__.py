@@ -1,0 +1,1 @@
+"""The operations of pyfuse3, and the namespace behind them."""

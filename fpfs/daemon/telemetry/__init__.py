@@ -1,0 +1,1 @@
+"""Figures, traces and Prometheus."""

@@ -1,0 +1,147 @@
+#include "device/device_pool.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace fpfs {
+namespace {
+
+// Objects made between two looks at who waits: their folders are made durable together.
+constexpr uint32_t kBatchObjectsMax = 64;
+
+}  // namespace
+
+ObjectPool::ObjectPool(ObjectDirectory& directory, OpenFiles& files, Worker& worker,
+                       uint64_t id_first, uint32_t objects_ready)
+    : directory_(directory),
+      files_(files),
+      worker_(worker),
+      objects_ready_(objects_ready),
+      id_next_(id_first) {}
+
+void ObjectPool::start() {
+  MutexLock lock(mutex_);
+  if (objects_ready_ > 0) refill_soon();
+}
+
+void ObjectPool::take(Done done) {
+  uint64_t id = 0;
+  {
+    MutexLock lock(mutex_);
+    if (ready_.empty() || !waiting_.empty()) {
+      waiting_.push_back(std::move(done));
+      refill_soon();
+      return;
+    }
+    id = ready_.front();
+    ready_.pop_front();
+    // From half empty on, so that several objects share one round of directory flushes.
+    if (ready_.size() <= objects_ready_ / 2) refill_soon();
+  }
+  done(0, std::make_shared<Object>(id), id);
+}
+
+int ObjectPool::clear() {
+  std::deque<uint64_t> ids;
+  {
+    MutexLock lock(mutex_);
+    ids.swap(ready_);
+  }
+  int error = 0;
+  for (const uint64_t id : ids) {
+    files_.forget(id);
+    const int removed = directory_.remove_object(id);
+    if (removed < 0) error = removed;
+  }
+  return error;
+}
+
+void ObjectPool::refill_soon() {
+  if (std::exchange(refilling_, true)) return;
+  worker_.post([this] { refill(); });
+}
+
+uint32_t ObjectPool::missing(uint64_t* asked) const {
+  MutexLock lock(mutex_);
+  *asked = served_ + waiting_.size();
+  const size_t wanted = objects_ready_ + waiting_.size();
+  const size_t missing = wanted > ready_.size() ? wanted - ready_.size() : 0;
+  return static_cast<uint32_t>(std::min<size_t>(missing, kBatchObjectsMax));
+}
+
+void ObjectPool::refill() {
+  int error = 0;
+  uint64_t asked = 0;
+  while (error == 0) {
+    const uint32_t count = missing(&asked);
+    if (count == 0) break;
+    std::vector<uint64_t> ids;
+    error = make(count, &ids);
+    {
+      MutexLock lock(mutex_);
+      ready_.insert(ready_.end(), ids.begin(), ids.end());
+    }
+    deliver();
+  }
+  // Without objects those who waited learn why; who came meanwhile is tried for again.
+  if (error != 0) fail(error, asked);
+  MutexLock lock(mutex_);
+  refilling_ = false;
+  if (!waiting_.empty()) refill_soon();
+}
+
+// Makes up to `count` objects and returns the ids of those whose names are durable.
+int ObjectPool::make(uint32_t count, std::vector<uint64_t>* ids) {
+  int error = 0;
+  std::vector<std::pair<uint64_t, FileDescriptor>> made;
+  while (made.size() < count && error == 0) {
+    const uint64_t id = id_next_++;
+    const int fd = directory_.create_object(id);
+    if (fd >= 0) {
+      made.emplace_back(id, FileDescriptor(fd));
+    } else if (fd != -EEXIST) {  // an id in use, which the catalog forgot, is passed over
+      error = fd;
+    }
+  }
+  for (const auto& [id, fd] : made) ids->push_back(id);
+  if (const int synced = directory_.sync_names(*ids); synced < 0) {
+    // Best effort: the flush's error is the one that counts, and recovery collects unused objects.
+    for (const uint64_t id : *ids) (void)directory_.remove_object(id);
+    ids->clear();
+    return synced;
+  }
+  for (auto& [id, fd] : made) files_.adopt(id, std::move(fd));
+  return error;
+}
+
+void ObjectPool::deliver() {
+  while (true) {
+    Done done;
+    uint64_t id = 0;
+    {
+      MutexLock lock(mutex_);
+      if (waiting_.empty() || ready_.empty()) return;
+      done = std::move(waiting_.front());
+      waiting_.pop_front();
+      ++served_;
+      id = ready_.front();
+      ready_.pop_front();
+    }
+    done(0, std::make_shared<Object>(id), id);
+  }
+}
+
+void ObjectPool::fail(int error, uint64_t asked) {
+  std::deque<Done> failed;
+  {
+    MutexLock lock(mutex_);
+    for (; served_ < asked && !waiting_.empty(); ++served_) {
+      failed.push_back(std::move(waiting_.front()));
+      waiting_.pop_front();
+    }
+  }
+  for (const Done& done : failed) done(error, nullptr, 0);
+}
+
+}  // namespace fpfs

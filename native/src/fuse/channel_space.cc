@@ -1,0 +1,266 @@
+// FLUSH and RELEASE, which need Python less often than they come; LSEEK, FALLOCATE and
+// COPY_FILE_RANGE, which libfuse's Python binding has no handlers for.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "fuse/channel_write.h"
+#include "fuse/fatal_signal.h"
+
+namespace fpfs {
+namespace {
+
+constexpr uint32_t kFallocKeepSize = 1;
+constexpr uint32_t kFallocPunchHole = 2;
+constexpr uint32_t kFallocZeroRange = 16;
+// From here on an allocation that all devices together could not hold is refused at once, instead
+// of when they are full of part of it.
+constexpr uint64_t kCheckedBytesMin = uint64_t{1} << 30;
+// One reply copies at most this much, so that the caller can be interrupted in between.
+constexpr uint64_t kCopyBytesMax = 16 * 1024 * 1024;
+
+// Lets a thread wait for one completion.
+class Waiter {
+ public:
+  void set(int value) {
+    const MutexLock lock(mutex_);
+    value_ = value;
+    done_ = true;
+    set_.notify_one();
+  }
+  int wait() {
+    const MutexLock lock(mutex_);
+    while (!done_) set_.wait(mutex_);
+    return value_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar set_;
+  bool done_ GUARDED_BY(mutex_) = false;
+  int value_ GUARDED_BY(mutex_) = 0;
+};
+
+struct WaitedRead : ReadJob {
+  Waiter waiter;
+  size_t bytes = 0;
+  const char* data = nullptr;
+  void done(int failure, const char* from, size_t n) override {
+    data = from;
+    bytes = n;
+    waiter.set(failure);
+  }
+};
+
+}  // namespace
+
+// A close without an error to report needs no Python; whoever waits for durability goes there. How
+// a writer ends is seen before the answer, which its process waits for: afterwards it may be gone,
+// or be killed with its file closed.
+void Channel::handle_flush(const FuseRequest& request) {
+  fuse_flush_in in{};
+  if (!request.argument(&in)) return reply(request.unique(), EIO);
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return relay(request);
+  bool wrote = false;
+  bool only_opened = false;
+  {
+    const MutexLock lock(handle->mutex);
+    // A shell that redirects flushes before its first byte, and a forked child that exits flushes
+    // what it never wrote: neither may commit, nor says how the writer ended.
+    wrote = handle->writers.contains(in.lock_owner) || handle->writers.contains(kOwnerUnknown);
+    only_opened = handle->writers.empty() && (handle->flags & (O_CREAT | O_TRUNC)) != 0;
+  }
+  if (!wrote && !only_opened) return answer_flush(request, *handle);
+  const auto thread = static_cast<pid_t>(request.header().pid);
+  if (thread == 0 || surely_lives(thread)) return end_flush(request, *handle, 0, wrote);
+  const auto answer =
+      [this, handle, wrote,
+       message = std::string(request.head(), request.head_bytes())](std::optional<int> signal) {
+        const Payload nothing;
+        FuseRequest flush;
+        flush.parse(message.data(), message.size(), nothing);
+        // Where the kernel tells who lives, this one does not.
+        end_flush(flush, *handle,
+                  signal.value_or(kernel_tells_who_lives_ ? arena::kSignalUnknown : 0), wrote);
+      };
+  inspector_.ask([thread] { return fatal_signal(thread); }, answer);
+}
+
+// `signal` ends who flushes, or 0. What a killed writer leaves is not committed by its close.
+void Channel::end_flush(const FuseRequest& request, Handle& handle, int signal, bool wrote) {
+  {
+    const MutexLock lock(handle.mutex);
+    if (handle.killed_by.exchange(signal) != signal) {
+      engine_.arena().record_end(handle.id, signal);
+    }
+  }
+  if (wrote && signal == 0 && handle.file->ack() != Ack::Early) return relay(request);
+  answer_flush(request, handle);
+}
+
+void Channel::answer_flush(const FuseRequest& request, Handle& handle) {
+  int error = 0;
+  {
+    const MutexLock lock(handle.mutex);
+    error = handle.file->take_error(&handle.errors_seen);
+  }
+  reply(request.unique(), error);
+}
+
+// Nobody waits for it, and Python learns of it before anything that the kernel asks for later. The
+// answer may take long: the kernel then drops the pages of what was unlinked.
+void Channel::handle_release(Receiver& r, const FuseRequest& request) {
+  fuse_release_in in{};
+  const bool whole = request.argument(&in);
+  let_releases_pass(request.unique());
+  const bool known = whole && engine_.release_and_tell(in.fh);
+  ++receiving_[r.thread].turn;  // told: the other threads need not wait any longer
+  reply(request.unique(), known ? 0 : whole ? EBADF : EIO);
+}
+
+void Channel::handle_lseek(const FuseRequest& request) {
+  fuse_lseek_in in{};
+  if (!request.argument(&in)) return reply(request.unique(), EIO);
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return reply(request.unique(), EBADF);
+  if (in.whence != SEEK_DATA && in.whence != SEEK_HOLE) return reply(request.unique(), EINVAL);
+  const int64_t at = handle->file->seek(in.offset, in.whence == SEEK_DATA);
+  if (at < 0) return reply(request.unique(), static_cast<int>(-at));
+  fuse_lseek_out out{};
+  out.offset = static_cast<uint64_t>(at);
+  reply(request.unique(), 0, &out, sizeof out);
+}
+
+// Truncating through a descriptor is writing; Python does it.
+void Channel::note_truncation(const FuseRequest& request) {
+  fuse_setattr_in in{};
+  constexpr uint32_t wanted = FATTR_SIZE | FATTR_FH;
+  if (!request.argument(&in) || (in.valid & wanted) != wanted) return;
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return;
+  note_writer(*handle, (in.valid & FATTR_LOCKOWNER) != 0 ? in.lock_owner : kOwnerUnknown);
+}
+
+void Channel::handle_fallocate(const FuseRequest& request) {
+  fuse_fallocate_in in{};
+  const uint64_t unique = request.unique();
+  if (!request.argument(&in)) return reply(unique, EIO);
+  const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
+  if (handle == nullptr) return reply(unique, EBADF);
+  const std::shared_ptr<File> file = handle->file;
+  if (in.length == 0) return reply(unique, EINVAL);
+  if (in.offset > kFileBytesMax || in.length > kFileBytesMax - in.offset) {
+    return reply(unique, EFBIG);
+  }
+  const bool keep_size = (in.mode & kFallocKeepSize) != 0;
+  const uint32_t mode = in.mode & ~kFallocKeepSize;
+  if ((mode != 0 && mode != kFallocPunchHole && mode != kFallocZeroRange) ||
+      (mode == kFallocPunchHole && !keep_size)) {
+    return reply(unique, EOPNOTSUPP);
+  }
+  note_writer(*handle, kOwnerUnknown);  // the kernel does not say who
+  const bool sync = waits_for_changes(*handle);
+  if (sync) let_releases_pass();
+  const auto waiting = std::make_shared<Waiting>(request);
+  if (mode == 0) return allocate_until_done(waiting, file, in, sync);
+  file->punch(in.offset, in.length, [this, waiting, file, in, mode, sync](int error) {
+    if (error != 0) return reply(waiting->unique, error);
+    if (mode == kFallocZeroRange) return allocate_until_done(waiting, file, in, sync);
+    finish({waiting->unique, {}, 0}, file->ino(), sync);
+  });
+}
+
+void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
+                                  const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
+                                  bool sync) {
+  if (in.length > kCheckedBytesMin) {
+    uint64_t bytes_free = file->attributes().allocated_bytes;
+    for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
+    if (in.length > bytes_free) return reply(waiting->unique, ENOSPC);
+  }
+  const auto attempt = [this, waiting, file, in, sync] {
+    Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
+    if (const Retry retry = engine_.retry_of(file->ino(), outcome); retry != Retry::Done) {
+      if (!waiting->given_up) return retry;
+      outcome = Outcome::failed(EINTR);
+    }
+    end_waiting(waiting->unique);
+    if (outcome.error != 0) {
+      reply(waiting->unique, outcome.error);
+    } else {
+      finish({waiting->unique, {}, 0}, file->ino(), sync);
+    }
+    return Retry::Done;
+  };
+  keep_waiting(waiting);
+  if (attempt() != Retry::Done) engine_.park(attempt);
+}
+
+void Channel::handle_copy(const FuseRequest& request) {
+  fuse_copy_file_range_in in{};
+  if (!request.argument(&in)) return reply(request.unique(), EIO);
+  const std::shared_ptr<Handle> from = engine_.handle(in.fh_in);
+  const std::shared_ptr<Handle> to = engine_.handle(in.fh_out);
+  if (from == nullptr || to == nullptr) return reply(request.unique(), EBADF);
+  // Afterwards the kernel would throw away what a map has changed beside the range, on its first
+  // and its last page. Without this request it reads and writes.
+  if (to->file->has_kept_pages()) return reply(request.unique(), EOPNOTSUPP);
+  note_writer(*to, kOwnerUnknown);  // the kernel does not say who
+  const bool sync = waits_for_changes(*to);
+  if (sync) let_releases_pass();
+  const auto waiting = std::make_shared<Waiting>(request);
+  keep_waiting(waiting);
+  engine_.worker().post([this, waiting, source = from->file, target = to->file, in, sync] {
+    copy_range(waiting, source, target, in, sync);
+    end_waiting(waiting->unique);
+  });
+}
+
+// Copies through a read buffer and staging, on the worker: both sides may wait for devices.
+void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::shared_ptr<File>& from,
+                         const std::shared_ptr<File>& to, const fuse_copy_file_range_in& in,
+                         bool sync) {
+  const uint64_t length = std::min(in.len, kCopyBytesMax);
+  uint64_t copied = 0;
+  int error = waiting->given_up ? EINTR : 0;
+  bool drops_pages = false;
+  char* buffer = engine_.copy_buffer();
+  while (copied < length && error == 0) {
+    WaitedRead read;
+    read.offset = in.off_in + copied;
+    read.length = std::min<uint64_t>(length - copied, wire::kMaxWriteBytes);
+    read.buffer = buffer;
+    from->read(&read);
+    error = read.waiter.wait();
+    if (error != 0 || read.bytes == 0) break;
+    Payload payload;
+    payload.add(const_cast<char*>(read.data), read.bytes);
+    Waiter written;
+    const auto attempt = [this, &waiting, &to, &payload, &written, &read, &drops_pages,
+                          at = in.off_out + copied] {
+      Outcome outcome = to->write(at, read.bytes, payload, nullptr, nullptr);
+      if (const Retry retry = engine_.retry_of(to->ino(), outcome); retry != Retry::Done) {
+        if (!waiting->given_up) return retry;
+        outcome = Outcome::failed(EINTR);
+      }
+      if (outcome.overwrite != 0) {  // somebody has mapped it since the copy began
+        drops_pages = true;
+        drop_pages(to, outcome.overwrite, at, read.bytes, [] {});
+      }
+      written.set(outcome.error);
+      return Retry::Done;
+    };
+    if (attempt() != Retry::Done) engine_.park(attempt);
+    error = written.wait();
+    if (error == 0) copied += read.bytes;
+  }
+  if (copied == 0 && error != 0) return reply(waiting->unique, error);
+  const auto answer = [this, done = Done{waiting->unique, static_cast<uint32_t>(copied), 0}, to,
+                       sync] { finish(done, to->ino(), sync); };
+  if (!drops_pages) return answer();
+  notifier_.post(answer);  // behind the pages
+}
+
+}  // namespace fpfs

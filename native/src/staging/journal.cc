@@ -1,0 +1,378 @@
+#include "staging/journal.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "base/crc32c.h"
+
+namespace fpfs {
+namespace {
+
+constexpr uint64_t kStepBytes = 1024 * 1024;  // of memory that an area takes at a time
+constexpr uint64_t kFirst = sizeof(arena::JournalArea);
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+uint64_t record_bytes(uint64_t payload) {
+  return round_up(sizeof(arena::ChangeHead) + payload, alignof(arena::ChangeHead));
+}
+
+uint32_t checksum(const char* record, uint64_t payload) {
+  constexpr size_t kSkipped = sizeof(uint32_t);
+  return crc32c(0, record + kSkipped, sizeof(arena::ChangeHead) - kSkipped + payload);
+}
+
+arena::ChangeExtent encode(const Extent& extent, uint16_t flags) {
+  return {extent.block,        extent.count, extent.place.object, extent.place.object_block,
+          extent.place.device, flags};
+}
+
+std::string_view bytes_of(const auto& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+// The record at `at`, which ends before `end`; none when it is not whole.
+std::optional<arena::ChangeHead> read_head(const char* at, const char* end, uint64_t generation) {
+  arena::ChangeHead head{};
+  if (static_cast<uint64_t>(end - at) < sizeof head) return std::nullopt;
+  std::memcpy(&head, at, sizeof head);
+  if (head.bytes > static_cast<uint64_t>(end - at) - sizeof head) return std::nullopt;
+  if (head.generation != static_cast<uint32_t>(generation)) return std::nullopt;
+  if (head.crc != checksum(at, head.bytes)) return std::nullopt;
+  return head;
+}
+
+constexpr uint64_t kPayloadUnit = 8;
+
+std::string encode(const std::vector<WrittenExtent>& extents) {
+  std::string payload;
+  for (const auto& [extent, checksums] : extents) {
+    const uint16_t flags = extent.place.unwritten ? arena::kExtentUnwritten
+                           : checksums.empty()    ? 0
+                                                  : arena::kExtentChecksummed;
+    payload += bytes_of(encode(extent, flags));
+    payload.append(reinterpret_cast<const char*>(checksums.data()),
+                   checksums.size() * sizeof(uint32_t));
+    payload.resize(round_up(payload.size(), kPayloadUnit));
+  }
+  return payload;
+}
+
+// False where the payload says that it is longer than it is.
+bool decode_extents(std::string_view payload, std::vector<WrittenExtent>& extents) {
+  arena::ChangeExtent head{};
+  while (payload.size() >= sizeof head) {
+    std::memcpy(&head, payload.data(), sizeof head);
+    payload.remove_prefix(sizeof head);
+    const bool unwritten = head.flags == arena::kExtentUnwritten;
+    WrittenExtent written{
+        {head.block, head.count, Place{head.object, head.object_block, head.device, unwritten}},
+        {}};
+    if (head.flags == arena::kExtentChecksummed) {
+      if (head.count > payload.size() / sizeof(uint32_t)) return false;
+      written.checksums.resize(head.count);
+      std::memcpy(written.checksums.data(), payload.data(), head.count * sizeof(uint32_t));
+      payload.remove_prefix(
+          std::min(payload.size(), round_up(head.count * sizeof(uint32_t), kPayloadUnit)));
+    }
+    extents.push_back(std::move(written));
+  }
+  return true;
+}
+
+JournalEntry decode(const arena::ChangeHead& head, const char* payload) {
+  JournalEntry entry;
+  entry.kind = head.kind;
+  entry.sequence = head.sequence;
+  entry.state = {head.ino, head.size, head.mtime_ns, head.ctime_ns,
+                 (head.flags & arena::kPrivilegesDropped) != 0};
+  if (head.kind == arena::Change::Closed) entry.killed_by = head.flags >> arena::kKilledByShift;
+  if (head.kind == arena::Change::Extents || head.kind == arena::Change::Erase) {
+    entry.is_possible = decode_extents({payload, head.bytes}, entry.extents);
+  } else if (head.kind == arena::Change::Punch && head.bytes >= 2 * sizeof(uint64_t)) {
+    std::memcpy(&entry.begin, payload, sizeof(uint64_t));
+    std::memcpy(&entry.end, payload + sizeof(uint64_t), sizeof(uint64_t));
+  }
+  return entry;
+}
+
+}  // namespace
+
+uint32_t ino_check(uint64_t ino) { return crc32c(0, &ino, sizeof ino); }
+
+Journal::Journal(int fd, char* base, uint64_t offset, uint64_t area_bytes,
+                 std::atomic<uint64_t>& sequence)
+    : fd_(fd), base_(base), offset_(offset), area_bytes_(area_bytes), sequence_(sequence) {}
+
+Status Journal::format() {
+  const MutexLock lock(mutex_);
+  for (const unsigned index : {0U, 1U}) {
+    if (Status status = extend(index, kFirst); !status.ok()) return status;
+    write_area(index, 0);
+  }
+  start_over();
+  return {};
+}
+
+arena::JournalArea Journal::read_area(unsigned index) const {
+  arena::JournalArea header{};
+  std::memcpy(&header, area(index), sizeof header);
+  return header;
+}
+
+// 0: the area is unused, or was about to begin anew, with nothing in it. None: it is damaged.
+std::optional<uint64_t> Journal::generation_of(unsigned index) const {
+  if (there_[index] < kFirst) return 0;
+  const arena::JournalArea header = read_area(index);
+  const uint64_t other = ~header.complement;
+  const auto possible = [](uint64_t value) { return value % arena::kGenerationStep == 0; };
+  if (header.generation == other) return possible(other) ? std::optional(other) : std::nullopt;
+  // Two that are possible are what a kill between two stores leaves.
+  if (possible(header.generation) && possible(other)) return 0;
+  if (possible(header.generation)) return header.generation;
+  if (possible(other)) return other;
+  return std::nullopt;
+}
+
+// Stored after the records before it.
+void Journal::publish_end() {
+  auto* header = reinterpret_cast<arena::JournalArea*>(area(current_));
+  std::atomic_ref(header->end)
+      .store(arena::published_word(end_ / kPayloadUnit), std::memory_order_release);
+}
+
+// 0 where it is not known.
+uint64_t Journal::published_end() const {
+  const uint64_t word = read_area(current_).end;
+  if (!arena::is_published_word(word)) return 0;
+  const uint64_t end = static_cast<uint32_t>(word) * kPayloadUnit;
+  return end <= there_[current_] ? end : 0;
+}
+
+void Journal::write_area(unsigned index, uint64_t generation) {
+  auto* header = reinterpret_cast<arena::JournalArea*>(area(index));
+  std::atomic_ref<uint64_t>(header->complement).store(~generation, std::memory_order_release);
+  std::atomic_ref<uint64_t>(header->generation).store(generation, std::memory_order_release);
+}
+
+// Memory for the first `bytes` of an area. Asked for now, its lack is an error here and no SIGBUS.
+Status Journal::extend(unsigned index, uint64_t bytes) {
+  if (bytes <= there_[index]) return {};
+  if (bytes > area_bytes_) return Status(ENOSPC, "the journal of pending contents is full");
+  const uint64_t wanted = std::min(area_bytes_, round_up(bytes, kStepBytes));
+  const auto from = static_cast<off_t>(offset_ + index * area_bytes_ + there_[index]);
+  if (const int error = posix_fallocate(fd_, from, static_cast<off_t>(wanted - there_[index]));
+      error != 0) {
+    return Status(error, "no memory for the journal of pending contents");
+  }
+  there_[index] = wanted;
+  return {};
+}
+
+Status Journal::make_room(uint64_t bytes) {
+  if (end_ + bytes <= there_[current_]) return {};
+  // Moving pays when at least half of the bytes need not be moved.
+  if (live_bytes_ <= (end_ - kFirst) / 2 && compact() && end_ + bytes <= there_[current_])
+    return {};
+  return extend(current_, end_ + bytes);
+}
+
+void Journal::put(uint64_t at, arena::ChangeHead head, std::string_view payload) {
+  char* to = area(current_) + at;
+  head.generation = static_cast<uint32_t>(generation_);
+  head.bytes = static_cast<uint32_t>(payload.size());
+  head.ino_check = ino_check(head.ino);
+  head.crc = 0;
+  std::memcpy(to, &head, sizeof head);
+  if (!payload.empty()) std::memcpy(to + sizeof head, payload.data(), payload.size());
+  auto* crc = reinterpret_cast<uint32_t*>(to);
+  std::atomic_ref<uint32_t>(*crc).store(checksum(to, payload.size()), std::memory_order_release);
+}
+
+Status Journal::append(const FileState& state, arena::Change kind, std::string_view payload,
+                       int killed_by) {
+  const MutexLock lock(mutex_);
+  const uint64_t bytes = record_bytes(payload.size());
+  if (Status status = make_room(bytes); !status.ok()) return status;
+  arena::ChangeHead head{};
+  head.kind = kind;
+  head.flags = static_cast<uint16_t>((state.privileges_dropped ? arena::kPrivilegesDropped : 0) |
+                                     killed_by << arena::kKilledByShift);
+  head.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
+  head.ino = state.ino;
+  head.size = state.size;
+  head.mtime_ns = state.mtime_ns;
+  head.ctime_ns = state.ctime_ns;
+  put(end_, head, payload);
+  live_[state.ino].push_back({end_, head.sequence, static_cast<uint32_t>(bytes)});
+  live_bytes_ += bytes;
+  end_ += bytes;
+  publish_end();
+  return {};
+}
+
+Status Journal::note(const FileState& state, arena::Change kind) { return append(state, kind, {}); }
+
+Status Journal::note_closed(const FileState& state, int killed_by) {
+  return append(state, arena::Change::Closed, {}, killed_by);
+}
+
+Status Journal::note_extents(const FileState& state, const std::vector<WrittenExtent>& extents) {
+  return append(state, arena::Change::Extents, encode(extents));
+}
+
+Status Journal::note_erased(const FileState& state, uint64_t block, uint64_t count) {
+  const arena::ChangeExtent payload = encode(Extent{block, count, {}}, 0);
+  return append(state, arena::Change::Erase, bytes_of(payload));
+}
+
+Status Journal::note_punched(const FileState& state, uint64_t begin, uint64_t end) {
+  const uint64_t payload[2] = {begin, end};
+  return append(state, arena::Change::Punch, bytes_of(payload));
+}
+
+void Journal::forget(uint64_t ino, uint64_t sequence) {
+  const auto it = live_.find(ino);
+  if (it == live_.end()) return;
+  std::vector<Record>& records = it->second;
+  const auto settled = std::find_if(records.begin(), records.end(),
+                                    [&](const Record& r) { return r.sequence > sequence; });
+  for (auto gone = records.begin(); gone != settled; ++gone) live_bytes_ -= gone->bytes;
+  records.erase(records.begin(), settled);
+  if (records.empty()) live_.erase(it);
+}
+
+void Journal::settle(uint64_t ino, uint64_t sequence) {
+  const std::string_view payload = bytes_of(sequence);
+  const MutexLock lock(mutex_);
+  if (!live_.contains(ino)) return;
+  forget(ino, sequence);
+  if (live_bytes_ == 0) return start_over();
+  const uint64_t bytes = record_bytes(payload.size());
+  // Without room for this record a restart would replay changes that the catalog has: the same
+  // content comes of it.
+  if (!make_room(bytes).ok()) return;
+  arena::ChangeHead head{};
+  head.kind = arena::Change::Settled;
+  head.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
+  head.ino = ino;
+  put(end_, head, payload);
+  end_ += bytes;
+  publish_end();
+}
+
+// Nothing in the journal matters any more. A new generation ends what the area held.
+void Journal::start_over() {
+  live_.clear();
+  live_bytes_ = 0;
+  end_ = kFirst;
+  publish_end();  // first: records of the old generation would be missing otherwise
+  write_area(current_, generation_ += arena::kGenerationStep);
+}
+
+// Moves what is not settled to the other area. False when there is no memory for it.
+bool Journal::compact() {
+  const unsigned from = current_;
+  if (!extend(from ^ 1, kFirst + live_bytes_).ok()) return false;
+  current_ = from ^ 1;
+  generation_ += arena::kGenerationStep;
+  end_ = kFirst;
+  // In the order of the old area, which is that of the changes.
+  std::vector<Record*> records;
+  for (auto& [ino, list] : live_) {
+    for (Record& record : list) records.push_back(&record);
+  }
+  std::sort(records.begin(), records.end(),
+            [](const Record* a, const Record* b) { return a->at < b->at; });
+  for (Record* record : records) {
+    const char* old = area(from) + record->at;
+    arena::ChangeHead head{};
+    std::memcpy(&head, old, sizeof head);
+    put(end_, head, {old + sizeof head, head.bytes});
+    record->at = end_;
+    end_ += record->bytes;
+  }
+  publish_end();
+  write_area(current_, generation_);
+  write_area(from, 0);
+  return true;
+}
+
+// Goes on at the next record that is sound, or at the end.
+void Journal::skip_damage(uint64_t end, std::vector<RecordDamage>* damage) {
+  const char* const limit = area(current_) + there_[current_];
+  arena::ChangeHead head{};
+  std::memcpy(&head, area(current_) + end_, sizeof head);
+  const uint64_t begin = end_;
+  do {
+    end_ += kPayloadUnit;
+  } while (end_ < end && !read_head(area(current_) + end_, limit, generation_).has_value());
+  // One record and no more, of which the length and the inode are right.
+  const bool certain =
+      head.ino_check == ino_check(head.ino) && begin + record_bytes(head.bytes) == end_;
+  damage->push_back(
+      {"journal at " + std::to_string(begin), certain ? std::optional(head.ino) : std::nullopt});
+}
+
+std::vector<JournalEntry> Journal::recover(std::vector<RecordDamage>* damage) {
+  const MutexLock lock(mutex_);
+  for (const unsigned index : {0U, 1U}) {
+    const off_t at = static_cast<off_t>(offset_ + index * area_bytes_);
+    const off_t hole = lseek(fd_, at, SEEK_HOLE);
+    there_[index] = hole > at ? std::min(static_cast<uint64_t>(hole - at), area_bytes_) : 0;
+  }
+  const std::optional<uint64_t> first = generation_of(0);
+  const std::optional<uint64_t> second = generation_of(1);
+  if (!first.has_value() || !second.has_value()) damage->push_back({"journal", std::nullopt});
+  current_ = second.value_or(0) > first.value_or(0) ? 1 : 0;
+  generation_ = std::max(first.value_or(0), second.value_or(0));
+  std::vector<JournalEntry> entries;
+  if (generation_ == 0) {  // it ended while it began anew: there was nothing in it
+    start_over();
+    return entries;
+  }
+  const char* const end = area(current_) + there_[current_];
+  const uint64_t published = published_end();
+  const size_t known = damage->size();
+  for (end_ = kFirst;;) {
+    const char* at = area(current_) + end_;
+    const auto head = read_head(at, end, generation_);
+    if (!head.has_value() && end_ >= published) break;
+    if (!head.has_value()) {
+      skip_damage(published, damage);
+      continue;
+    }
+    const uint64_t bytes = record_bytes(head->bytes);
+    if (head->kind == arena::Change::Settled) {
+      uint64_t upto = 0;
+      if (head->bytes == sizeof upto) std::memcpy(&upto, at + sizeof *head, sizeof upto);
+      forget(head->ino, upto);
+    } else {
+      entries.push_back(decode(*head, at + sizeof *head));
+      live_[head->ino].push_back({end_, head->sequence, static_cast<uint32_t>(bytes)});
+      live_bytes_ += bytes;
+    }
+    end_ += bytes;
+  }
+  std::erase_if(entries, [&](const JournalEntry& entry) {
+    mutex_.assert_held();
+    const auto it = live_.find(entry.state.ino);
+    return it == live_.end() || entry.sequence < it->second.front().sequence;
+  });
+  // What is damaged goes: it is told of once, and not by the next process again.
+  if (damage->size() != known) (void)compact();
+  return entries;
+}
+
+uint64_t Journal::bytes_used() const {
+  const MutexLock lock(mutex_);
+  return end_ - kFirst;
+}
+
+}  // namespace fpfs
