@@ -1,6 +1,7 @@
 """What holds for all tests: hangs end with stacks, skips are counted with their reasons.
 
-What is marked `root` is skipped for everybody else. Warnings are errors by pyproject.toml. A test
+What is marked `root` is skipped for everybody else; while what is marked `alone` runs, no other
+process runs a test. Warnings are errors by pyproject.toml. A test
 that takes longer than HANG_S is a hang: the stacks of this process and of every mounted server are
 printed, the mounts are aborted, and the run exits.
 """
@@ -8,18 +9,23 @@ printed, the mounts are aborted, and the run exits.
 from __future__ import annotations
 
 import collections
+import contextlib
 import faulthandler
+import fcntl
 import itertools
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from fpfs.daemon.mounting import abort_connection
+from fpfs.daemon.mount.fusermount import abort_connection
+from fpfs.testing import mounted
 from fpfs.testing.mounted import live_mounts
+from fpfs.testing.warm import WarmCommands
 
 HANG_S = float(os.environ.get("FPFS_TEST_HANG_S", "600"))
 EXIT_HANG = 70
@@ -35,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(0o022)  # A group may not write to device directories.
     config.stash[_terminal_fd] = os.dup(2)
+    mounted.warm = WarmCommands()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End what forks commands."""
+    if mounted.warm is not None:
+        mounted.warm.close()
+        mounted.warm = None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -46,13 +60,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Watch one test with its fixtures."""
-    watchdog = threading.Timer(HANG_S, _end_hang, [item.nodeid, item.config.stash[_terminal_fd]])
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        return (yield)
-    finally:
-        watchdog.cancel()
+    with _turn(alone=item.get_closest_marker("alone") is not None):
+        watchdog = threading.Timer(
+            HANG_S, _end_hang, [item.nodeid, item.config.stash[_terminal_fd]]
+        )
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return (yield)
+        finally:
+            watchdog.cancel()
+
+
+@contextlib.contextmanager
+def _turn(*, alone: bool) -> Iterator[None]:
+    """Run beside the tests of other processes, or alone on this machine.
+
+    Who waits to be alone keeps the door shut, so that nobody else begins. A child that outlives a
+    test has nothing of this: the locks are a process's own.
+    """
+    door, room = 0, 1
+    with open(f"{tempfile.gettempdir()}/fpfs-tests-{os.getuid()}.lock", "w+b") as locks:
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, door)
+        fcntl.lockf(locks, fcntl.LOCK_EX if alone else fcntl.LOCK_SH, 1, room)
+        fcntl.lockf(locks, fcntl.LOCK_UN, 1, door)
+        yield
 
 
 def _end_hang(name: str, terminal_fd: int) -> None:
@@ -69,6 +101,8 @@ def _end_hang(name: str, terminal_fd: int) -> None:
             mount.tear_down()
             mount.remove_arena()
         terminal.flush()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os.kill(os.getppid(), signal.SIGINT)  # the others would wait for this one's tests
         os._exit(EXIT_HANG)
 
 

@@ -6,6 +6,7 @@ There is no list of exemptions: what does not fit is changed, or the rule is.
 from __future__ import annotations
 
 import ast
+import collections
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
+FOLDER_FILES_MAX = 25
+ROOMY = ("fpfs", "native")
 TEXT_SUFFIXES = (".py", ".cc", ".h", ".cmake", ".toml", ".service")
 PUBLIC_PACKAGES = ("fpfs", "benchmarks")
 
@@ -67,6 +70,14 @@ def test_sizes() -> None:
                 yield f"line {number} ends in blanks"
 
     check(rule, FILES)
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    folders = collections.Counter(
+        path.parent for path in (*PYTHON, *NATIVE) if path.relative_to(REPOSITORY).parts[0] in ROOMY
+    )
+    crowded = {name(path): count for path, count in folders.items() if count > FOLDER_FILES_MAX}
+    assert not crowded, "make packages of what belongs together"
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -120,13 +131,41 @@ def test_public_things_are_documented() -> None:
 def test_native_files_open_with_their_purpose() -> None:
     def rule(path: Path) -> Iterator[str]:
         lines = path.read_text().splitlines()
-        own_header = path.suffix == ".cc" and f'#include "{path.stem}.h"' == lines[0]
+        header = f'#include "{path.parent.name}/{path.stem}.h"'
+        own_header = path.suffix == ".cc" and lines[0] in (header, f'#include "{path.stem}.h"')
         if not lines[0].startswith("// ") and not own_header:
             yield "neither a purpose nor the header that has it"
         if path.suffix == ".h" and "#pragma once" not in lines:
             yield "no #pragma once"
 
     check(rule, NATIVE)
+
+
+NATIVE_ROOMS = {
+    "base": set[str](),
+    "layout": {"base"},
+    "device": {"base", "layout"},
+    "staging": {"base", "layout"},
+    "file": {"base", "layout", "device", "staging"},
+    "engine": {"base", "layout", "device", "staging", "file"},
+    "fuse": {"base", "layout", "device", "staging", "file", "engine"},
+    "catalog": {"base"},
+}
+"""The folders of native/src, and what each may include beside its own files."""
+
+
+def test_includes_go_downward_only() -> None:
+    root = REPOSITORY / "native" / "src"
+
+    def rule(path: Path) -> Iterator[str]:
+        room = path.relative_to(root).parts[0]
+        for included in re.findall(r'#include "([^"]+)"', path.read_text()):
+            if included.split("/")[0] not in NATIVE_ROOMS[room] | {room}:
+                yield f"{room} does not know {included}"
+
+    rooms = [path for path in NATIVE if path.is_relative_to(root)]
+    assert {path.relative_to(root).parts[0] for path in rooms} == NATIVE_ROOMS.keys()
+    check(rule, rooms)
 
 
 def test_native_functions_are_short() -> None:
@@ -169,7 +208,7 @@ def test_the_layers_hold() -> None:
 
 def test_commands_and_daemon_work_without_torch() -> None:
     code = (
-        "import sys; import fpfs.cli.main, fpfs.cli.ctl, fpfs.daemon.process;"
+        "import sys; import fpfs.cli.main, fpfs.cli.ctl, fpfs.daemon.mount.main;"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(

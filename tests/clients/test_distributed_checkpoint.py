@@ -20,6 +20,7 @@ from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.clients.programs.distributed_saves import state as saved_state
 from tests.support.crash import crash_and_mount
 from tests.support.processes import run_program
+from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.target import Target
 
 pytestmark = [
@@ -70,7 +71,6 @@ def test_async_save_without_a_group(directory: Path) -> None:
     assert_loads(directory / "async", saved)
 
 
-@pytest.mark.slow
 def test_two_processes(directory: Path, plain: Path) -> None:
     def rank(number: int) -> str:
         arguments = (str(number), "2", plain / "rendezvous", directory)
@@ -85,7 +85,7 @@ def test_two_processes(directory: Path, plain: Path) -> None:
 
 SAVES = Path(__file__).parent / "programs" / "distributed_saves.py"
 SAVES_MAX = 10_000
-ROUNDS = 3
+ROUNDS = 3 if IS_LONG else 1
 # Saving again removes the marker of before, which power loss may undo before the group goes back.
 LOGGED = (
     r"not committed (again )?when the last mount ended|never finished|took over|cut off by"
@@ -140,9 +140,7 @@ def loaded_step(folder: Path) -> int:
 
 @pytest.mark.parametrize("is_power_lost", [False, True])
 def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost: bool) -> None:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
         run = own.root / "run"
         last = save_until_everything_dies(
@@ -162,9 +160,7 @@ def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost
 
 @pytest.mark.parametrize("is_power_lost", [False, True])
 def test_a_checkpoint_that_is_saved_again_is_one_of_both(own: Mount, is_power_lost: bool) -> None:
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
         last = save_until_everything_dies(
             own, "latest", saves=2, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost

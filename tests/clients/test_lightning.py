@@ -9,7 +9,7 @@ import pytest
 from tests.support.processes import run_program
 from tests.support.target import Target
 
-pytestmark = [pytest.mark.clients, pytest.mark.slow]
+pytestmark = [pytest.mark.clients, pytest.mark.long]
 
 PROGRAM = Path(__file__).parent / "programs" / "lightning_fit.py"
 

@@ -10,7 +10,7 @@ import torch
 from tests.support.processes import run_program
 from tests.support.target import Target
 
-pytestmark = [pytest.mark.clients, pytest.mark.slow]
+pytestmark = [pytest.mark.clients, pytest.mark.long]
 
 PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fpfs.daemon.mounting import abort_connection
+from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing.mounted import mounted
 from tests.conformance.differences import HANG, PASS, Result
 from tests.conformance.pairs import Pair, Side, arguments_of, conclude, outputs, run_on_pairs

@@ -19,6 +19,7 @@ from tests.conformance.differences import HANG, LIST, PASS, Result, differences,
 from tests.conformance.pairs import Side, run_on_pairs
 from tests.conformance.sandbox import ext4_mounted, run_alone
 from tests.support.processes import run
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +167,8 @@ def test_what_others_take_down_meanwhile_is_gone(tmp_path: Path) -> None:
         )
         assert fifo.read_text() == "begun\n"
         others.close()
-        assert not Path(f"/proc/{mount.server_pid}").exists()
+        served = Path(f"/proc/{mount.server_pid}")
+        wait_until(lambda: not served.exists())  # it has ended; the keeper has to learn of it
         assert f"{tmp_path}/others" not in run("losetup", "--list", "--output", "BACK-FILE")
         fifo.write_text("end\n")
         assert running.result() == 0, (tmp_path / "said").read_text()

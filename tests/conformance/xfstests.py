@@ -22,8 +22,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fpfs.daemon.places import arena_path
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.label import read_stamp
 from tests.conformance.differences import HANG, PASS, Result
 from tests.conformance.known import named_filesystem
 from tests.conformance.pairs import Pair, Side, arguments_of, conclude, outputs, run_on_pairs

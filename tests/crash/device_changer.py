@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.questions import (
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import (
     AddDevice,
     AskStatus,
     DrainNext,
@@ -37,8 +37,8 @@ from fpfs.core.questions import (
     RemoveDevice,
     StartDrain,
 )
+from fpfs.core.protocol.reports import DeviceState, DrainCursor
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import DeviceState, DrainCursor
 from tests.crash.recording import Event, Kind
 from tests.crash.workload import Devices, DevicesWord, Recorder, Word
 

@@ -1,7 +1,7 @@
 """Images of devices after a power cut, mounted by the product itself and looked at.
 
 The server is not started as a command: a process that has everything imported becomes keeper and
-server by the same functions (`fpfs.daemon.process.run`), which takes a tenth of the time.
+server by the same functions (`fpfs.daemon.mount.main.run`), which takes a tenth of the time.
 
 Concurrency: the caller has one thread, since it forks.
 """
@@ -17,17 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.mounts import mount_at
 from fpfs.core.options import MountOptions
-from fpfs.core.questions import AddDevice, AskStatus, FlushAll
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import AddDevice, AskStatus, FlushAll
 from fpfs.core.refusal import Refused
-from fpfs.daemon import process
-from fpfs.daemon.catalog_schema import DeviceUse
-from fpfs.daemon.launch import Readiness, prepare, stop
-from fpfs.daemon.mounting import abort_connection, unmount
-from fpfs.daemon.places import arena_path
-from fpfs.daemon.stamp import LOCK_NAME, STAMP_MADE_NAME, newest, read_stamp
+from fpfs.daemon.catalog.schema import DeviceUse
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.label import LOCK_NAME, STAMP_MADE_NAME, newest, read_stamp
+from fpfs.daemon.mount import main
+from fpfs.daemon.mount.fusermount import abort_connection, unmount
+from fpfs.daemon.mount.launch import Readiness, prepare, stop
 
 OPTIONS = MountOptions(staging_bytes=16 * 1024 * 1024, chunk_bytes=128 * 1024, adopt=True)
 """How images are mounted: they lie elsewhere than what was recorded, so `adopt`."""
@@ -92,7 +92,7 @@ class MountedImage:
                 log=str(self.log),
                 ready_fd=ready_fd,
             )
-            status = process.run(config)
+            status = main.run(config)
         finally:
             os._exit(status)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.places import ARENA_FOLDER
+from fpfs.daemon.devices.arena import ARENA_FOLDER
 from tests.crash.device_changer import (
     DeviceChange,
     broken_devices,
@@ -48,7 +48,7 @@ from tests.crash.image import (
 from tests.crash.promises import (
     Found,
     History,
-    broken_former_content,
+    broken_former_version,
     broken_promise,
     dangling_pointer,
     look,
@@ -237,7 +237,7 @@ def check(images: Sequence[Path], folder: Path, *, promised: Promised, cut: int)
             if not broken and pointer in found:
                 content = (image.root / pointer).read_bytes()
                 broken = dangling_pointer(history, found, pointer=pointer, content=content)
-            broken = broken or broken_former_content(history, look_at_former(image.root, program))
+            broken = broken or broken_former_version(history, look_at_former(image.root, program))
             if broken:
                 raise Violation(f"program {program}: {broken}")
         new = image.root / "new"
@@ -251,7 +251,7 @@ def check(images: Sequence[Path], folder: Path, *, promised: Promised, cut: int)
 
 
 def look_at_former(root: Path, program: int) -> dict[str, Found]:
-    """The former contents of a program's names, by path from the mount's root."""
+    """The former versions of a program's names, by path from the mount's root."""
     found = look(root, f".fpfs/versions/program{program}")
     return {path: each for path, each in found.items() if each.kind == "file"}
 

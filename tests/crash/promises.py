@@ -347,7 +347,7 @@ def dangling_pointer(
     return f"{pointer} names {path}, which is {found.get(path, 'not there')}"
 
 
-def broken_former_content(history: History, former: dict[str, Found]) -> str:
+def broken_former_version(history: History, former: dict[str, Found]) -> str:
     """Why what is kept of contents that were replaced is none of them, or an empty string."""
     whole = {call.word.digest for call in history.versions} - {EMPTY}
     wrong = [f"{path} is {found}" for path, found in former.items() if found.digest not in whole]

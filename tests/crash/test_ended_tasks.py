@@ -23,24 +23,24 @@ from tests.support.poison import Orders, poisoned_mount
 from tests.support.servers import kill, wait_for_exit
 
 METRICS = "metrics.socket"
-SCRAPE = "fpfs.daemon.metrics_server.MetricsServer.converse"
-QUESTION = "fpfs.daemon.control._while_there.<locals>.watch"
+SCRAPE = "fpfs.daemon.telemetry.http.MetricsServer.converse"
+QUESTION = "fpfs.daemon.control.server._while_there.<locals>.watch"
 RUNNING = (
     "fpfs.core.native_engine.NativeEngine.run",
-    "fpfs.daemon.commit.Commit.run",
-    "fpfs.daemon.commit.Commit._gather",
-    "fpfs.daemon.commit.Commit._drain_entries",
-    "fpfs.daemon.commit.Commit._commit_in_order",
-    "fpfs.daemon.commit.Commit._flush_in_time",
-    "fpfs.daemon.commit.Commit._commit_open_in_time",
-    "fpfs.daemon.control.ControlServer.serve",
-    "fpfs.daemon.ending.Ending.watch_keeper",
-    "fpfs.daemon.ending.Ending.watch_signals",
-    "fpfs.daemon.reclaim.Reclaim.run_deletions",
-    "fpfs.daemon.reclaim.Reclaim.run_removals",
-    "fpfs.daemon.server.Server._relay_events",
-    "fpfs.daemon.server.Server._run_pyfuse3",
-    "fpfs.daemon.tracing.Tracing.run",
+    "fpfs.daemon.commit.pipeline.Commit.run",
+    "fpfs.daemon.commit.pipeline.Commit._gather",
+    "fpfs.daemon.commit.pipeline.Commit._drain_entries",
+    "fpfs.daemon.commit.pipeline.Commit._commit_in_order",
+    "fpfs.daemon.commit.pipeline.Commit._flush_in_time",
+    "fpfs.daemon.commit.pipeline.Commit._commit_open_in_time",
+    "fpfs.daemon.control.server.ControlServer.serve",
+    "fpfs.daemon.mount.shutdown.Ending.watch_keeper",
+    "fpfs.daemon.mount.shutdown.Ending.watch_signals",
+    "fpfs.daemon.commit.space_gc.Reclaim.run_deletions",
+    "fpfs.daemon.commit.space_gc.Reclaim.run_removals",
+    "fpfs.daemon.mount.server.Server._relay_events",
+    "fpfs.daemon.mount.server.Server._run_pyfuse3",
+    "fpfs.daemon.telemetry.tracing.Tracing.run",
     "pyfuse-",
 )
 """Tasks that stay: how trio's names for them begin."""
@@ -70,16 +70,16 @@ def end_by_signal(mount: Mount) -> None:
 
 BEGUN: dict[str, Callable[[Mount], object]] = {
     "fpfs.core.threads.run_alone": write_synchronously,
-    "fpfs.daemon.commit.Commit._answer_sync_write": write_synchronously,
-    "fpfs.daemon.control.ControlServer._converse": Mount.status,
-    "fpfs.daemon.device_changes.DeviceChanges.ensure_copies": kill,
-    "fpfs.daemon.ending.Ending._end_by_signal": end_by_signal,
-    "fpfs.daemon.server.Server._collect_orphans": kill,
-    "fpfs.daemon.takeover.TakeOver.let_go": kill,
+    "fpfs.daemon.commit.pipeline.Commit._answer_sync_write": write_synchronously,
+    "fpfs.daemon.control.server.ControlServer._converse": Mount.status,
+    "fpfs.daemon.maintenance.membership.DeviceChanges.ensure_copies": kill,
+    "fpfs.daemon.mount.shutdown.Ending._end_by_signal": end_by_signal,
+    "fpfs.daemon.mount.server.Server._collect_orphans": kill,
+    "fpfs.daemon.maintenance.crash_resume.TakeOver.let_go": kill,
 }
 """Tasks that do not stay, and what lets a server begin one."""
 
-MAIN = {"fpfs.daemon.server.serve", "fpfs.daemon.server.Server._serve_metrics"}
+MAIN = {"fpfs.daemon.mount.server.serve", "fpfs.daemon.mount.server.Server._serve_metrics"}
 """What waits for the others, and what a scrape that fails may have ended."""
 
 
@@ -94,17 +94,17 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mount, 
 
 
 STARTED = {
-    "fpfs/daemon/catalog.py": ("run_alone",),
-    "fpfs/daemon/catalog_worker.py": ("threading.Thread",),
-    "fpfs/daemon/commit.py": (
+    "fpfs/daemon/catalog/database.py": ("run_alone",),
+    "fpfs/daemon/catalog/executor.py": ("threading.Thread",),
+    "fpfs/daemon/commit/pipeline.py": (
         *("self._answer_sync_write", "self._commit_in_order", "self._commit_open_in_time"),
         *("self._drain_entries", "self._flush_in_time", "self._gather"),
         *("self._reclaim.run_deletions", "self._reclaim.run_removals"),
     ),
-    "fpfs/daemon/control.py": ("self._converse", "watch"),
-    "fpfs/daemon/ending.py": ("self._end_by_signal",),
-    "fpfs/daemon/metrics_server.py": ("self.converse",),
-    "fpfs/daemon/server.py": (
+    "fpfs/daemon/control/server.py": ("self._converse", "watch"),
+    "fpfs/daemon/mount/shutdown.py": ("self._end_by_signal",),
+    "fpfs/daemon/telemetry/http.py": ("self.converse",),
+    "fpfs/daemon/mount/server.py": (
         *("run_beside", "run_beside", "run_beside"),
         *("self._changes.ensure_copies", "self._collect_orphans", "self._commit.run"),
         *("self._controlled.tracing.run", "self._make_room", "self._relay_events"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.daemon.keeper import FAULTS_MAX, FAULTS_S
+from fpfs.daemon.mount.supervisor import FAULTS_MAX, FAULTS_S
 from fpfs.testing.mounted import REPOSITORY
 from tests.support.poison import poisoned_mount
 from tests.support.servers import wait_for_exit
@@ -19,7 +19,7 @@ GIVEN_UP = f"{FAULTS_MAX} servers within {FAULTS_S} s died of what they did"
 
 KEEP = """if True:
     import logging, os, resource, signal, sys
-    from fpfs.daemon.keeper import Keeper
+    from fpfs.daemon.mount.supervisor import Keeper
 
     logging.basicConfig(format="%(message)s")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

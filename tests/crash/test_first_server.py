@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import runtime_folders, socket_path
 from fpfs.core.mounts import mount_at
-from fpfs.daemon.mounting import is_dead
+from fpfs.core.protocol.control import runtime_folders, socket_path
+from fpfs.daemon.mount.fusermount import is_dead
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted, run_fpfs
 from tests.crash.kill import child_of
 from tests.support.poison import HOOK, Orders
 from tests.support.refusals import refusal
 from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
+from tests.support.waiting import wait_until
 
 
 class Making:
@@ -162,12 +163,12 @@ def test_a_server_that_dies_while_fusermount_mounts_leaves_no_mount(
     making.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for has_mounted in (False, True):
         with making.start() as mount:
-            wait_for(met.exists)
+            wait_until(met.exists)
             server_pid = child_of(making.keeper_of(mount))
             if has_mounted:
                 stop(server_pid)
                 go.touch()
-                wait_for(making.is_mounted)
+                wait_until(making.is_mounted)
                 kill(server_pid)
             else:
                 kill(server_pid)
@@ -178,13 +179,6 @@ def test_a_server_that_dies_while_fusermount_mounts_leaves_no_mount(
         met.unlink()
         go.unlink()
     making.check_works()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Return when a condition holds that another process brings about."""
-    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{condition} never holds"
 
 
 def test_a_dead_mount_is_taken_away_by_the_next_one() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fpfs.testing.mounted import Mount
 from tests.support.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S, kill
+from tests.support.waiting import inodes_used, wait_until
 
 SIZE = 20_000_000
 
@@ -22,7 +22,7 @@ def test_the_space_of_a_file_comes_back_although_its_end_was_told_to_a_dead_serv
     with poisoned_mount(tmp_path) as (mount, orders):
         mount.expect_log(r"fpfs.keeper: server \d+ died \(signal 9\)")
         (mount.root / "other").write_bytes(b"content")
-        inodes_before = inodes_used(mount)
+        inodes_before = inodes_used(mount.root)
         with (mount.root / "still open").open("w+b", buffering=0) as still_open:
             still_open.write(b"content of a handle")
             (mount.root / "still open").unlink()
@@ -39,7 +39,7 @@ def test_what_the_kernel_refers_to_without_an_open_file_stays(tmp_path: Path) ->
         mount.expect_log(r"fpfs.keeper: server \d+ died \(signal 9\)")
         path = mount.root / "file"
         path.write_bytes(b"content")
-        inodes_before = inodes_used(mount)
+        inodes_before = inodes_used(mount.root)
         reference = os.open(path, os.O_PATH)
         path.unlink()
         for _ in range(2):
@@ -83,16 +83,12 @@ def ask(path: Path) -> int:
     return 0
 
 
-def inodes_used(mount: Mount) -> int:
-    """Inodes of the filesystem."""
-    figures = os.statvfs(mount.root)
-    return figures.f_files - figures.f_ffree
-
-
 def wait_until_given_back(mount: Mount, inodes: int) -> None:
     """Wait until nothing but small contents is left."""
-    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
-    while inodes_used(mount) > inodes or mount.stored_bytes() > SIZE / 2:
-        assert time.monotonic() < deadline_s, "the space does not come back"
+
+    def is_given_back() -> bool:
         mount.flush()
-    assert inodes_used(mount) == inodes
+        return inodes_used(mount.root) <= inodes and mount.stored_bytes() <= SIZE / 2
+
+    wait_until(is_given_back, "the space does not come back")
+    assert inodes_used(mount.root) == inodes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.poison import Orders, poisoned_mount
+from tests.support.waiting import inodes_used, wait_until
 
 TIMEOUT_S = 60
 ATTEMPTS = 8
@@ -39,14 +39,6 @@ def ask(path: Path, name: str) -> None:
     """Ask for an extended attribute that is not there."""
     with contextlib.suppress(OSError):
         os.getxattr(path, f"user.{name}")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when it holds, which other processes bring about."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def wait_for_next_server(orders: Orders) -> None:
@@ -123,12 +115,6 @@ def given_up_at_last(
         if given_up:
             return
     raise AssertionError(f"in {ATTEMPTS} attempts the next server was always faster")
-
-
-def inodes_used(path: Path) -> int:
-    """Inodes of the filesystem at a path."""
-    figures = os.statvfs(path)
-    return figures.f_files - figures.f_ffree
 
 
 def open_to_write(path: Path) -> None:

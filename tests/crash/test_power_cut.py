@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import struct
 import subprocess
@@ -33,11 +32,14 @@ from tests.crash.recording import (
     read_log,
     recording_environment,
 )
+from tests.support.seeds import IS_LONG, chosen_seed
 
-CUTS = 40
+CUTS = 40 if IS_LONG else 12
 CUTS_TO_FIND = 200
 STEPS = 40
 LONG_STEPS = 150
+FOUND_SOON = "folders"
+FOUND_LATE = [each for each in FORGETTABLE if each != FOUND_SOON]
 WRITTEN_OFFSET = 6
 """Of the flag in a record (native/recorder/log.h)."""
 
@@ -77,31 +79,28 @@ def run() -> Iterator[Run]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 def test_no_promise_is_broken_by_power_cuts(run: Run) -> None:
     totals = Totals()
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    broken = cut_again_and_again(cuts=CUTS, seed=seed, steps=STEPS, run=run, totals=totals)
+    broken = cut_again_and_again(cuts=CUTS, seed=chosen_seed(), steps=STEPS, run=run, totals=totals)
     assert not broken, broken
     assert totals.cuts == CUTS
     assert all(totals.tally.counts[what] for what in ("kept", "dropped", "torn", "reordered"))
 
 
-@pytest.mark.slow
 def test_no_promise_is_broken_while_devices_change(run: Run) -> None:
     totals = Totals()
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
     changing = run._replace(changes=Changes.ALWAYS)
-    broken = cut_again_and_again(cuts=CUTS, seed=seed, steps=STEPS, run=changing, totals=totals)
+    broken = cut_again_and_again(
+        cuts=CUTS, seed=chosen_seed(), steps=STEPS, run=changing, totals=totals
+    )
     assert not broken, broken
     assert totals.cuts == CUTS
     assert totals.devices.keys() >= {"added", "drained"}, totals.devices
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("forget", FORGETTABLE)
+@pytest.mark.parametrize(
+    "forget", [FOUND_SOON, *(pytest.param(each, marks=pytest.mark.long) for each in FOUND_LATE)]
+)
 def test_a_flush_that_does_nothing_is_noticed(run: Run, forget: str) -> None:
     totals = Totals()
     forgetful = run._replace(forget=forget)

@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.questions import ChangePolicy, FlushAll, PolicyChange, Question, WaitDurable
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import ChangePolicy, FlushAll, PolicyChange, Question, WaitDurable
 from fpfs.core.refusal import Refused
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)

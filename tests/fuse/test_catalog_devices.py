@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fpfs.core.reports import RecoveryStatus
+from fpfs.core.protocol.reports import RecoveryStatus
 from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted
 from tests.support.catalogs import Damage
 from tests.support.crash import close_dead, crash
 
 HANG_S = 60.0
-REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from .*: "
+REMADE = r"fpfs\.daemon\.catalog\.open_replicas: catalog .* was made anew from .*: "
 
 
 def make_names(root: Path) -> dict[str, tuple[int, int, bytes]]:

@@ -22,6 +22,7 @@ from tests.support.damage import (
     stored_blocks,
     whole_size,
 )
+from tests.support.seeds import chosen_seed
 
 CONTENT = random_bytes(5 * 2**20 + 70_001, seed=31)
 OTHER = random_bytes(3 * 2**20, seed=32)
@@ -197,9 +198,7 @@ def check_flipped(path: Path, content: bytes, block: int) -> None:
 
 
 def test_flipped_bits_give_eio_or_right_bytes() -> None:
-    seed = int(os.environ.get("FPFS_SEED", random.SystemRandom().getrandbits(32)))
-    print(f"FPFS_SEED={seed}")
-    chooser = random.Random(seed)
+    chooser = random.Random(chosen_seed())
     with mounted() as mount:
         mount.allow_log("is damaged: ")
         contents = write_oddly(mount.root, chooser)

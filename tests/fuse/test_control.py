@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import (
+from fpfs.core.protocol.control import (
     PROTOCOL_VERSION,
     ControlClient,
     ServerEnded,
     runtime_folders,
     socket_path,
 )
-from fpfs.core.questions import AskStatus
+from fpfs.core.protocol.questions import AskStatus
+from fpfs.core.protocol.reports import Status
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Status
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.crash import crash
 from tests.support.processes import run

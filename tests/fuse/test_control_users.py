@@ -19,9 +19,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from fpfs.core.control import peer, runtime_folders, socket_path
-from fpfs.core.questions import AnyQuestion
-from fpfs.daemon.control_limits import CONNECTIONS_ONE_MAX, REQUEST_BYTES_MAX
+from fpfs.core.protocol.control import peer, runtime_folders, socket_path
+from fpfs.core.protocol.questions import AnyQuestion
+from fpfs.daemon.control.limits import CONNECTIONS_ONE_MAX, REQUEST_BYTES_MAX
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 
 NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")

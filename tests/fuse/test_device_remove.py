@@ -17,6 +17,7 @@ from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted, run_
 from tests.support.contents import random_bytes
 from tests.support.crash import crash
 from tests.support.servers import kill
+from tests.support.striped import check_files, make_files
 
 CTL = "fpfs.cli.ctl"
 
@@ -70,26 +71,6 @@ def remove(mount: Mount, number: int) -> Path:
 def without(mount: Mount, *folders: Path) -> None:
     """Let the next mount do without directories."""
     mount.devices = tuple(each for each in mount.devices if each not in folders)
-
-
-def make_files(mount: Mount, count: int, *, seed: int = 0) -> dict[str, bytes]:
-    """Files of many sizes, over all devices."""
-    contents = {
-        f"file{seed + number}": random_bytes(1 + number**3 * 40_000, seed=seed + number)
-        for number in range(count)
-    }
-    for name, content in contents.items():
-        (mount.root / name).write_bytes(content)
-    mount.flush()
-    return contents
-
-
-def check_files(mount: Mount, contents: dict[str, bytes]) -> None:
-    """Every file has its content, as the devices have it."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("1")
-    for name, content in contents.items():
-        assert (mount.root / name).read_bytes() == content, name
 
 
 @pytest.mark.parametrize("gone", [(0,), (1,), (0, 1)])

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.control import ControlClient
-from fpfs.core.questions import CommitGroup, FlushAll
+from fpfs.core.protocol.control import ControlClient
+from fpfs.core.protocol.questions import CommitGroup, FlushAll
 from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import close_dead, crash_and_mount
@@ -216,7 +216,7 @@ REDIRECTION = "exec 3>{path}; (echo first >&3); read line; (echo second >&3); re
 
 def test_shell_redirection_commits_once_at_its_end(mount: Mount, directory: Path) -> None:
     """Each ( ) is a child whose exit flushes a handle that the shell still writes to."""
-    path = directory / "file"
+    path = directory / "file.pt"  # of others what was appended is committed now and then
     mount.flush()
     before = commits(mount)
     with subprocess.Popen(

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.daemon.mounting import abort_connection
-from fpfs.daemon.places import arena_path
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.processes import expect_line, python_child
+from tests.support.servers import stop
 
 EXIT_TIMEOUT_S = 60
 FPFS = [sys.executable, "-m", "fpfs.cli.main"]
@@ -129,17 +130,31 @@ def test_stacks_are_dumped_on_request() -> None:
 
 
 @pytest.fixture
-def slow_devices(tmp_path: Path) -> Iterator[list[Path]]:
+def slow_lab(tmp_path: Path) -> Iterator[lab.Lab]:
     """One device that drains 4 MiB in a second."""
     with lab.lab(device_count=1, mib_per_s=4, size_bytes=512 * 2**20, parent=tmp_path) as made:
-        yield [path / "fpfs" for path in made.mountpoints]
+        yield made
+
+
+@pytest.fixture
+def slow_devices(slow_lab: lab.Lab) -> list[Path]:
+    """The device directory to come on it."""
+    return [path / "fpfs" for path in slow_lab.mountpoints]
+
+
+def let_be_fast(made: lab.Lab) -> None:
+    """Take the limits from a lab's devices."""
+    assert made.throttle is not None
+    for device in made.devices():
+        assert device.device_number is not None
+        made.throttle.clear(device.device_number)
 
 
 @pytest.mark.root
 @pytest.mark.skipif(LAB_REASON is not None, reason=str(LAB_REASON))
 @pytest.mark.parametrize("before", [[], ["SIGTERM"]], ids=["alone", "after SIGTERM"])
 def test_a_second_sigint_says_what_may_be_lost_and_stops(
-    slow_devices: list[Path], before: list[str]
+    slow_lab: lab.Lab, slow_devices: list[Path], before: list[str]
 ) -> None:
     for path in slow_devices:
         path.mkdir()
@@ -152,15 +167,19 @@ def test_a_second_sigint_says_what_may_be_lost_and_stops(
         mount.expect_log(
             r"took over 0 open handles and 1 files with changes, of which 1 were closed"
         )
-        pid_fd = os.pidfd_open(mount.server_pid)
+        # By the keeper, when the server has ended.
+        mount.expect_log("WARNING .*the server died where nobody else held the mount")
+        pid_fd, keeper_fd = map(os.pidfd_open, (mount.server_pid, mount.keeper_pid))
         for name in [*before, "SIGINT"]:
             signal.pidfd_send_signal(pid_fd, signal.Signals[name])
             wait_for_log(mount, f"{name}: draining")
         signal.pidfd_send_signal(pid_fd, signal.SIGINT)
-        wait_for_exit(pid_fd, timeout_s=10)
+        let_be_fast(slow_lab)  # what the dead server has in flight has to end, too
+        wait_for_exit(keeper_fd)
+        os.close(keeper_fd)
         os.close(pid_fd)
+        assert mount.entry() is None
         mount.forget()
-        mount.tear_down()
         mount.mount()
         assert (mount.root / "kept").read_bytes() == b"durable"
         assert (mount.root / "left").read_bytes() == left
@@ -180,6 +199,25 @@ def test_umount_waits_for_a_slow_drain(slow_devices: list[Path]) -> None:
         finally:
             os.close(server_fd)
         assert "ended; all is durable" in mount.log_text()
+
+
+def test_umount_waits_for_the_keeper_which_holds_files_on_the_devices() -> None:
+    """Otherwise what the devices lie on would be busy for a moment."""
+    with mounted() as mount:
+        keeper_fd, server_fd = map(os.pidfd_open, (mount.keeper_pid, mount.server_pid))
+        stop(mount.keeper_pid)
+        try:
+            command = subprocess.Popen([*FPFS, "umount", str(mount.root)])
+            wait_for_exit(server_fd)
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.wait(timeout=1)
+        finally:
+            signal.pidfd_send_signal(keeper_fd, signal.SIGCONT)
+        assert command.wait() == 0
+        wait_for_exit(keeper_fd, timeout_s=0)
+        os.close(keeper_fd)
+        os.close(server_fd)
+        mount.forget()
 
 
 def wait_for_log(mount: Mount, words: str) -> None:

@@ -239,7 +239,7 @@ def test_an_export_that_is_ended_leaves_no_part_of_a_file_under_its_name(
         (tmp_path / folder).mkdir()
     code = """if True:
         import os, sys
-        from fpfs.cli import export, fsck
+        from fpfs.cli.commands import export, fsck
         number, *places = sys.argv[1:]
         fsck.ProgressBar.update = lambda bar, done, total: os.kill(os.getpid(), int(number))
         export.run_export(places, path="")

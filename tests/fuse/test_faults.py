@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.reports import DeviceState
+from fpfs.core.protocol.reports import DeviceState
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, run_fpfs
 from tests.support.contents import assert_same, random_bytes
@@ -47,24 +47,25 @@ STAGED = (
     rf"|writing to device \d failed|staged bytes could be written to no device).* \(?{CAUSE}"
 )
 NOT_KEPT = (
-    r"fpfs\.(daemon\.commit|server): .*inode \d+ keeps its previous version, the new one failed"
+    r"fpfs\.(daemon\.commit\.pipeline|server): "
+    r".*inode \d+ keeps its previous version, the new one failed"
 )
 OUT_OF_SERVICE = (
-    r"fpfs\.daemon\.catalog_copies: (the catalog's copy .* is out of service"
+    r"fpfs\.daemon\.catalog\.replicas: (the catalog's copy .* is out of service"
     r"|it cannot be noted that catalog .* goes on alone)"
 )
 UNREADABLE = r"fpfs\.engine: inode \d+: what lies on device \d cannot be read: Input/output error"
-REMADE = r"fpfs\.daemon\.catalog_recovery: catalog .* was made anew from"
+REMADE = r"fpfs\.daemon\.catalog\.open_replicas: catalog .* was made anew from"
 CATALOG = (
-    r"fpfs\.daemon\.catalog_worker: (catalog (transaction of \d+ operations|checkpoint) failed"
+    r"fpfs\.daemon\.catalog\.executor: (catalog (transaction of \d+ operations|checkpoint) failed"
     r"|the catalog's (device fails|database could not be closed))"
 )
 NOT_FLUSHED = (
-    r"fpfs\.(daemon\.commit|server): .*names and versions (are no longer made durable"
+    r"fpfs\.(daemon\.commit\.pipeline|server): .*names and versions (are no longer made durable"
     rf"|since the last flush may be lost): .*the catalog cannot be flushed: .*{CAUSE}"
 )
 REFUSED = (
-    r"fpfs\.daemon\.operations: (mkdir|create|unlink) of inode or handle 1 failed: \[Errno 5\]"
+    r"fpfs\.daemon\.names\.fuse_ops: (mkdir|create|unlink) of inode or handle 1 failed: \[Errno 5\]"
     r" the catalog"
 )
 

@@ -1,8 +1,8 @@
 """Single bits that are wrong, in objects under a mount and in the arena that a dead one left.
 
-FPFS_OBJECT_FLIPS and FPFS_ARENA_FLIPS say how many are tried, FPFS_SEED which; both are printed.
+FPFS_OBJECT_FLIPS and FPFS_ARENA_FLIPS say how many are tried, FPFS_SEED which.
 Flips in catalogs are in tests/unit/test_catalog_copies.py (FPFS_DAMAGES), more in arenas in
-native/tests/takeover_flip_test.cc (FPFS_FLIPS).
+native/tests/engine/takeover_flip_test.cc (FPFS_FLIPS).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.support import arena
 from tests.support.contents import assert_same, random_bytes
 from tests.support.crash import close_dead
 from tests.support.damage import StoredBlock, blocks_of, flip, read_past_caches
+from tests.support.seeds import chosen_seed
 
 OBJECT_FLIPS = int(os.environ.get("FPFS_OBJECT_FLIPS", "40"))
 ARENA_FLIPS = int(os.environ.get("FPFS_ARENA_FLIPS", "4"))
@@ -30,17 +31,17 @@ NEW = random_bytes(1_300_000, seed=52)
 CLOSED, OPEN, WHOLE = "closed", "open", "whole.pt"
 REFUSED = r"fpfs\.server: mount at .* cannot be taken over: "
 DAMAGED = (
-    r"fpfs\.engine: the staging arena is damaged|fpfs\.daemon\.takeover: (inode \d+ .* is lost"
-    r"|.* was made and never finished)|fpfs\.daemon\.asides: "
+    r"fpfs\.engine: the staging arena is damaged"
+    r"|fpfs\.daemon\.maintenance\.crash_resume: inode \d+ .* is lost"
+    r"|fpfs\.daemon\.maintenance\.crash_resume: .* was made and never finished"
+    r"|fpfs\.daemon\.commit\.quarantine: "
 )
 
 
 @pytest.fixture
 def seed() -> int:
     """Where the random numbers begin."""
-    given = int(os.environ.get("FPFS_SEED", random.randrange(2**32)))
-    print(f"FPFS_SEED={given}")
-    return given
+    return chosen_seed()
 
 
 def is_eio(path: Path, block: StoredBlock) -> bool:

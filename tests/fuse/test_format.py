@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.engine import crc32c
-from fpfs.daemon.places import arena_path
+from fpfs.daemon.devices.arena import arena_path
 from fpfs.testing.mounted import REPOSITORY, Mount, mounted
 from tests.support.poison import poisoned_mount
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.fsck import CheckReport, Kind
-from fpfs.daemon.catalog_schema import row_crc
+from fpfs.daemon.catalog.schema import row_crc
 from fpfs.daemon.offline.fsck import Wishes, check_devices
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import random_bytes
@@ -442,7 +442,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def aside_set() -> Iterator[DeviceSet]:
-    """A filesystem with former contents, a partial, and groups in all states."""
+    """A filesystem with former versions, a partial, and groups in all states."""
     with mounted(devices=2) as mount:
         mount.expect_log("the writer of model.pt was cut off by SIGKILL")
         root = mount.root
@@ -486,15 +486,15 @@ def test_what_is_kept_beside_the_files_is_sound(aside: DeviceSet) -> None:
     assert (report.findings, report.notes, report.exit_status) == ((), (), 0)
 
 
-def lose_a_former_content_s_directory(devices: DeviceSet) -> None:
+def lose_a_former_version_s_directory(devices: DeviceSet) -> None:
     devices.change("UPDATE former SET parent = 77777 WHERE number = 2")
 
 
-def let_a_former_content_change(devices: DeviceSet) -> None:
+def let_a_former_version_change(devices: DeviceSet) -> None:
     devices.change("UPDATE inodes SET kept = 0 WHERE kept = 1")
 
 
-def lose_a_former_content_s_row(devices: DeviceSet) -> None:
+def lose_a_former_version_s_row(devices: DeviceSet) -> None:
     devices.change("DELETE FROM former WHERE number = 2")
 
 
@@ -505,9 +505,9 @@ def leave_a_policy(devices: DeviceSet) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lose_a_former_content_s_directory,
-        let_a_former_content_change,
-        lose_a_former_content_s_row,
+        lose_a_former_version_s_directory,
+        let_a_former_version_change,
+        lose_a_former_version_s_row,
         leave_a_policy,
     ],
 )

@@ -633,7 +633,7 @@ def test_what_somebody_still_makes_is_no_part_of_it_when_keeper_and_server_die(
     check(uncommitted(own)[0], {"open.pt": NEW})
 
 
-def test_former_contents_go_with_what_a_crash_takes_away(own: Mount, committed: Path) -> None:
+def test_former_versions_go_with_what_a_crash_takes_away(own: Mount, committed: Path) -> None:
     check_fpfs("policy", "set", own.root / "runs", "versions=2", module=CTL)
     (committed / "small").write_bytes(OTHER)
     check_fpfs("commit", committed, module=CTL)

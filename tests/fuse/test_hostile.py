@@ -16,8 +16,8 @@ import pytest
 
 from fpfs.core.engine import crc32c
 from fpfs.core.layout import Run, Segment, decode_segment, encode_segment
-from fpfs.daemon.catalog_schema import row_crc
-from fpfs.daemon.places import arena_path
+from fpfs.daemon.catalog.schema import row_crc
+from fpfs.daemon.devices.arena import arena_path
 from fpfs.testing.mounted import COMMAND_TIMEOUT_S, CommandFailed, Mount, mounted, run_fpfs
 from tests.support.crash import close_dead
 from tests.support.device_sets import SMALL, DeviceSet, fill
@@ -369,7 +369,7 @@ def absurd_sums(devices: DeviceSet) -> None:
         foreign_layout,
         absurd_objects,
         absurd_counts,
-        absurd_catalog,
+        pytest.param(absurd_catalog, marks=pytest.mark.long),
         absurd_sums,
     ],
 )

@@ -1,7 +1,7 @@
 """A writer that is killed does not replace a good checkpoint: what it left goes to .fpfs/partial.
 
 Invariants:
-  * What a test puts aside it also removes, so that each finds an empty folder.
+  * What a test has quarantined it also removes, so that each finds an empty folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def aside(mount: Mount) -> Iterator[Path]:
-    """The folder of what was put aside."""
+    """The folder of what was quarantined."""
     mount.allow_log(KILLED)
     folder = mount.root / ".fpfs/partial"
     assert not list(folder.iterdir())

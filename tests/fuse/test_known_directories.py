@@ -147,6 +147,7 @@ def forget_names() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("2")
 
 
+@pytest.mark.alone
 @pytest.mark.root
 def test_names_that_come_and_go_are_found(mount: Mount, directory: Path) -> None:
     """A directory whose names are known, after every operation on names, and after a remount."""

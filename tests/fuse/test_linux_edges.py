@@ -28,7 +28,7 @@ MIB = 2**20
 
 @pytest.fixture
 def aside(mount: Mount) -> Iterator[Path]:
-    """The folder of what was put aside."""
+    """The folder of what was quarantined."""
     mount.allow_log(KILLED)
     folder = mount.root / ".fpfs/partial"
     yield folder

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.reports import DeviceState, RecoveryStatus
+from fpfs.core.protocol.reports import DeviceState, RecoveryStatus
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import CommandFailed, Mount, live_mounts, mounted, run_fpfs
 from tests.support.contents import assert_same, random_bytes
@@ -39,9 +39,11 @@ NOT_KEPT = (
 )
 CATALOG = (
     r"the catalog's copy .* is out of service|goes on alone|the catalog has .* alone"
-    r"|fpfs\.daemon\.catalog_(worker|recovery): .*"
+    r"|fpfs\.daemon\.catalog\.(executor|open_replicas): .*"
 )
-UNCOLLECTED = r"fpfs\.daemon\.orphans: objects that no version refers to stay on device"
+UNCOLLECTED = (
+    r"fpfs\.daemon\.maintenance\.orphan_objects: objects that no version refers to stay on device"
+)
 
 needs_devices = pytest.mark.skipif(
     unavailable_reason(throttled=False) is not None,

@@ -30,9 +30,19 @@ Samples = dict[tuple[str, str], float]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as found:
-        return int(found.getsockname()[1])
+    """A port that nobody listens on, of those that the kernel gives to no connection.
+
+    Each process that runs tests has a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16
+    first = 12_000 + 1000 * worker
+    for port in range(first, first + 1000):
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(socket.create_server(("127.0.0.1", port))),
+        ):
+            return port
+    raise AssertionError(f"all ports from {first} on are in use")
 
 
 def parsed(text: str) -> Samples:
@@ -159,7 +169,7 @@ def wait_for(found: Callable[[], list[dict[str, object]]]) -> list[dict[str, obj
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed")
 def test_a_prometheus_scrapes_and_answers_queries(tmp_path: Path) -> None:
     port = free_port()

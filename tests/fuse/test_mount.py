@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.mounts import mount_at
-from fpfs.daemon.mounting import MAX_READ_BYTES, READ_AHEAD_KIB
+from fpfs.daemon.mount.fusermount import MAX_READ_BYTES, READ_AHEAD_KIB
 from fpfs.testing.mounted import (
     REPOSITORY,
     Mount,
@@ -40,7 +40,7 @@ def has_server(pid: int) -> bool:
     """Whether a process has started a server."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(OSError):
-            if b"fpfs.daemon.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"fpfs.daemon.mount.main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return True
     return False
 

@@ -276,7 +276,7 @@ def test_devices_without_a_free_block_are_mounted_and_make_room(
 
 
 def keep_former(mount: Mount, path: Path, *, count: int) -> list[Path]:
-    """Replace a file's content `count` times; returns where its former contents are."""
+    """Replace a file's content `count` times; returns where its former versions are."""
     check_fpfs("policy", "set", mount.root, f"versions={count}", module="fpfs.cli.ctl")
     for seed in range(count + 1):
         path.write_bytes(random_bytes(5 * MEBIBYTE, seed=seed))
@@ -287,7 +287,7 @@ def keep_former(mount: Mount, path: Path, *, count: int) -> list[Path]:
     return kept
 
 
-def test_former_contents_give_way_the_oldest_first(small: tuple[Mount, FaultyDevices]) -> None:
+def test_former_versions_give_way_the_oldest_first(small: tuple[Mount, FaultyDevices]) -> None:
     mount, _devices = small
     path = mount.root / "model.pt"
     kept = keep_former(mount, path, count=5)
@@ -309,7 +309,7 @@ def test_former_contents_give_way_the_oldest_first(small: tuple[Mount, FaultyDev
     assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=5))
 
 
-def test_allocation_copies_and_names_make_former_contents_give_way(
+def test_allocation_copies_and_names_make_former_versions_give_way(
     small: tuple[Mount, FaultyDevices],
 ) -> None:
     mount, _devices = small
@@ -385,7 +385,7 @@ def test_servers_that_die_one_after_another_on_full_devices_leave_room_for_the_n
     """What each of them had allocated and not come to use is not the next one's loss."""
     mount, _devices = small
     mount.expect_log(r"fpfs\.keeper: server \d+ died")
-    mount.allow_log(r"fpfs\.daemon\.versions: no space for")
+    mount.allow_log(r"fpfs\.daemon\.commit\.versions: no space for")
     paths = [mount.root / f"file{number}" for number in range(KILLS)]
     for path in paths:
         path.write_bytes(b"x" * 400_000)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from fpfs.core.mounts import mount_at
-from fpfs.daemon.mounting import abort_connection, unmount
+from fpfs.daemon.mount.fusermount import abort_connection, unmount
 from fpfs.testing.mounted import check_fpfs
 from tests.support.contents import assert_same
 from tests.support.frozen import (

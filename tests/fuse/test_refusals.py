@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fpfs.daemon.device_set import OBJECTS_NAME
-from fpfs.daemon.places import ARENA_FOLDER, arena_path, make_runtime_folder
-from fpfs.daemon.stamp import STAMP_NAME, read_stamp, write_stamp
+from fpfs.daemon.devices.arena import ARENA_FOLDER, arena_path
+from fpfs.daemon.devices.label import STAMP_NAME, read_stamp, write_stamp
+from fpfs.daemon.devices.opened_set import OBJECTS_NAME
+from fpfs.daemon.mount.paths import make_runtime_folder
 from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
 from tests.support.processes import run
 from tests.support.refusals import refusal, with_mounts

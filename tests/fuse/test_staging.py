@@ -47,7 +47,6 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("many_descriptors")
 def test_thousands_of_open_files_with_partly_filled_chunks(small: Mount) -> None:
     """Each takes a slot or a part of one; there are sixteen, and nothing waits for ever."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fpfs.cli.trace import BEGUN, WAITING
+from fpfs.cli.commands.trace import BEGUN, WAITING
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.chrome_traces import check_format, spans_of
 from tests.support.nobody import AS_NOBODY, need_nobody

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.contents import assert_same, assert_same_files, random_bytes
+from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
 FILE_BYTES = 40 * MIB + 12_345
@@ -104,14 +104,6 @@ def test_several_receivers_and_one_file_for_all_writers(receivers: Mount) -> Non
 
 
 CPU_LATENCY = Path("/dev/cpu_dma_latency")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds."""
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def bounds_latency(mount: Mount) -> bool:

@@ -1,4 +1,4 @@
-"""Former contents: what a policy keeps when contents are replaced."""
+"""Former versions: what a policy keeps when contents are replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (10, 40_000, 3_000_000)
 
 @pytest.fixture
 def kept(directory: Path) -> Path:
-    """A directory in which two former contents of each name are kept."""
+    """A directory in which two former versions of each name are kept."""
     keep(directory, 2)
     return directory
 
@@ -43,7 +43,7 @@ def versions(path: Path) -> list[dict[str, Any]]:
 
 
 def former(mount: Mount, path: Path) -> list[bytes]:
-    """The former contents of a file, as they are read in the view."""
+    """The former versions of a file, as they are read in the view."""
     return [(mount.root / each["path"]).read_bytes() for each in versions(path)]
 
 
@@ -123,7 +123,7 @@ def test_every_name_of_a_file_keeps_its_own(mount: Mount, kept: Path) -> None:
     assert former(mount, second) == [b"before"]
 
 
-def test_former_contents_follow_a_name_and_go_with_it(mount: Mount, kept: Path) -> None:
+def test_former_versions_follow_a_name_and_go_with_it(mount: Mount, kept: Path) -> None:
     path, moved, gone = kept / "model.pt", kept / "sub" / "moved.pt", kept / "sub" / "moved.pt@1"
     moved.parent.mkdir()
     for letter in "ab":
@@ -167,7 +167,7 @@ def test_with_replace_inplace_only_renames_leave_versions(mount: Mount, director
 # The view.
 
 
-def test_the_view_lists_former_contents_beside_directories(mount: Mount, kept: Path) -> None:
+def test_the_view_lists_former_versions_beside_directories(mount: Mount, kept: Path) -> None:
     (kept / "sub").mkdir()
     for letter in "abc":
         (kept / "model.pt").write_bytes(content(letter, 10))
@@ -227,7 +227,7 @@ def restore(version: str) -> str:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_former_content_is_put_back(mount: Mount, kept: Path, size: int) -> None:
+def test_a_former_version_is_put_back(mount: Mount, kept: Path, size: int) -> None:
     path = kept / "model.pt"
     for letter in "abc":
         path.write_bytes(content(letter, size))
@@ -260,7 +260,9 @@ def test_what_cannot_be_restored_is_refused(mount: Mount, kept: Path) -> None:
         assert done.stderr.count("\n") == 1
         return done.stderr
 
-    assert "no version 7 of it is kept" in said(f"{path}@7")
+    assert said(f"{path}@7").endswith(
+        ": no version 7 of it is kept; see fpfs-ctl versions for those that are\n"
+    )
     assert "this names no version" in said(f"{path}")
     assert "this names no version" in said(f"{path}@x")
     assert "does not exist" in said(f"{path}x@1")
@@ -270,7 +272,7 @@ def test_what_cannot_be_restored_is_refused(mount: Mount, kept: Path) -> None:
     done = run_fpfs("versions", kept, module=CTL)
     assert (done.returncode, "this is a directory; name a file in it" in done.stderr) == (1, True)
     (kept / "single").write_bytes(b"x")
-    assert "no former content is kept" in check_fpfs("versions", kept / "single", module=CTL)
+    assert "no former version is kept" in check_fpfs("versions", kept / "single", module=CTL)
 
 
 def test_versions_and_restored_contents_survive_a_crash() -> None:
@@ -319,7 +321,7 @@ def test_all_space_comes_back() -> None:
         assert "all is well" in check_fpfs("scrub", mount.root, module=CTL)
 
 
-def test_errno_of_a_former_content_that_is_gone(mount: Mount, kept: Path) -> None:
+def test_errno_of_a_former_version_that_is_gone(mount: Mount, kept: Path) -> None:
     path = kept / "model.pt"
     for letter in "ab":
         path.write_bytes(content(letter, 40_000))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fpfs
-from fpfs.core.reports import FileState, FileStatus, Status
+from fpfs.core.protocol.reports import FileState, FileStatus, Status
 from fpfs.testing.mounted import Mount, check_fpfs, run_fpfs
 from tests.support.processes import REPOSITORY, run, run_program
 

@@ -17,7 +17,7 @@ from tests.support.chrome_traces import Span, check_format, most_at_once, spans_
 REASON = lab.unavailable_reason()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.clients,
 ]
 

@@ -11,8 +11,8 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from fpfs.daemon.places import arena_path
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.devices.arena import arena_path
+from fpfs.daemon.devices.label import read_stamp
 from fpfs.testing.mounted import Mount
 
 _TABLES_AT = 168

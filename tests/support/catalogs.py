@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fpfs.daemon import catalog_names
-from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_attributes import store_xattr
-from fpfs.daemon.catalog_copies import ALONE_NAME
-from fpfs.daemon.catalog_names import NewInode
-from fpfs.daemon.catalog_objects import count_all
-from fpfs.daemon.catalog_schema import (
+from fpfs.daemon.catalog.database import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog.replicas import ALONE_NAME
+from fpfs.daemon.catalog.rows import dirents
+from fpfs.daemon.catalog.rows import shared_extents as shares
+from fpfs.daemon.catalog.rows.attributes import store_xattr
+from fpfs.daemon.catalog.rows.dirents import NewInode
+from fpfs.daemon.catalog.rows.objects import count_all
+from fpfs.daemon.catalog.schema import (
     FIXED_DIRECTORIES,
     FPFS_INO,
     NUMBER_FIRST,
@@ -69,7 +69,7 @@ def open_catalog(folder: Path) -> Catalog:
 def change(transaction: Transaction, name: bytes, number: int) -> None:
     """Make a file whose mode, size and extended attributes tell its number."""
     new = NewInode(stat.S_IFREG | (number % 0o1000), number, number + 1, 0, number)
-    ino = catalog_names.make(transaction, ROOT, name, new)
+    ino = dirents.make(transaction, ROOT, name, new)
     transaction.execute("UPDATE inodes SET size = ? WHERE ino = ?", (number * 7, ino))
     store_xattr(transaction, ino, b"user.number", b"%d" % number * 20, ctime_ns=number)
 
@@ -83,10 +83,10 @@ async def make_names(catalog: Catalog, numbers: range, *, prefix: bytes = b"n") 
             before = prefix + b"%06d" % (number - 1)
             await catalog.write(
                 partial(
-                    catalog_names.rename,
+                    dirents.rename,
                     source=(ROOT, name),
                     destination=(ROOT, before),
-                    mode=catalog_names.RenameMode.REPLACE,
+                    mode=dirents.RenameMode.REPLACE,
                     now_ns=number,
                 )
             )

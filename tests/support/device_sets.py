@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fpfs.core.engine import CatalogFiles
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.devices.label import read_stamp
 from fpfs.testing.mounted import mounted
 from tests.support.contents import random_bytes
 

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from fpfs.daemon.mounting import abort_connection
+from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing.mounted import Mount, kernel_stacks
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 60
 """For what takes milliseconds: so long a machine may be busy with something else."""
@@ -193,7 +194,7 @@ def suspended(pid: int) -> Iterator[None]:
     """Stop a process as job control does, until the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        _wait_until(lambda: "\nState:\tT" in _told(pid, "status"), f"process {pid} does not stop")
+        wait_until(lambda: "\nState:\tT" in _told(pid, "status"), f"process {pid} does not stop")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -202,7 +203,7 @@ def suspended(pid: int) -> Iterator[None]:
 def wait_in(pid: int, function: str) -> None:
     """Return when a process waits in a function of the kernel whose name this is a pattern of."""
     pattern = re.compile(function)
-    _wait_until(
+    wait_until(
         lambda: pattern.search(_told(pid, "wchan")) is not None,
         f"process {pid} does not come to wait in {function}",
     )
@@ -213,18 +214,11 @@ def wait_in_exec(pid: int) -> None:
 
     Its stat and its wchan cannot be read then.
     """
-    _wait_until(lambda: int(_told(pid, "statm").split()[0]) < 100, f"process {pid} does not exec")
+    wait_until(lambda: int(_told(pid, "statm").split()[0]) < 100, f"process {pid} does not exec")
 
 
 def _told(pid: int, name: str) -> str:
     return Path(f"/proc/{pid}/{name}").read_text()
-
-
-def _wait_until(condition: Callable[[], bool], failure: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, failure
-        time.sleep(0.001)  # nothing tells of it
 
 
 def wait_ended(process_fd: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.throttle import MOUNTINFO, OWN_CGROUPS, controller_mount
+from tests.support.waiting import wait_until
 
 
 def memory_hierarchy() -> tuple[Path, str] | None:
@@ -42,4 +43,6 @@ def limited_memory(limit_bytes: int) -> Iterator[Path]:
         (group / limit).write_text(str(limit_bytes))
         yield group
     finally:
+        # A keeper ends a moment after its server, which an unmount waits for.
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), f"somebody is left in {group}")
         group.rmdir()

@@ -17,7 +17,7 @@ AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 @functools.cache
 def _runs_fpfs() -> bool:
     done = subprocess.run(
-        [*AS_NOBODY, sys.executable, "-c", "import fpfs.core.control"],
+        [*AS_NOBODY, sys.executable, "-c", "import fpfs.core.protocol.control"],
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         check=False,

@@ -18,17 +18,17 @@ import trio
 from fpfs.core.engine import EngineConfig
 from fpfs.core.policy import Acknowledge, Policy
 from fpfs.core.policy_rules import DeviceFacts, MountFacts
-from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner
-from fpfs.daemon.commit import Commit
-from fpfs.daemon.groups import Groups
-from fpfs.daemon.inodes import Inode, InodeTable
-from fpfs.daemon.namespace import Namespace
-from fpfs.daemon.namespace_directories import Listed
-from fpfs.daemon.namespace_entries import Caller
-from fpfs.daemon.policies import Policies
-from fpfs.daemon.requests import Requests
-from fpfs.daemon.takeover import TakeOver
-from fpfs.daemon.versions import Versions
+from fpfs.daemon.catalog.database import Catalog, DeviceRecord, RootOwner
+from fpfs.daemon.commit.groups import Groups
+from fpfs.daemon.commit.pipeline import Commit
+from fpfs.daemon.commit.versions import Versions
+from fpfs.daemon.inodes.policies import Policies
+from fpfs.daemon.inodes.replay_log import Requests
+from fpfs.daemon.inodes.table import Inode, InodeTable
+from fpfs.daemon.maintenance.crash_resume import TakeOver
+from fpfs.daemon.names.entries import Caller
+from fpfs.daemon.names.namespace import Namespace
+from fpfs.daemon.names.open_dirs import Listed
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 
 ROOT = 1

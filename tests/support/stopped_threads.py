@@ -6,15 +6,15 @@ import contextlib
 import ctypes
 import enum
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.waiting import wait_until
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
 WAIT_ALL = 0x40000000  # __WALL: threads, too
-IDLE_TIMEOUT_S = 60
 
 
 class _Ask(enum.IntEnum):
@@ -31,10 +31,10 @@ def _ptrace(ask: _Ask, thread: int) -> None:
 
 def _wait_idle(task: Path) -> None:
     """Return when a thread waits in epoll: stopped anywhere else it might hold a lock."""
-    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-    while "poll" not in (task / "wchan").read_text():
-        assert time.monotonic() < deadline_s, f"{task} does not wait for a request"
-        time.sleep(0.001)  # nothing tells of it
+    wait_until(
+        lambda: "poll" in (task / "wchan").read_text(),
+        f"{task} does not wait for a request",
+    )
 
 
 @contextlib.contextmanager

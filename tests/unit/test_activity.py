@@ -11,17 +11,17 @@ from hypothesis import given
 from rich.cells import cell_len
 from rich.console import Console
 
-from fpfs.cli.activity_view import activity_tables, distinct, format_time, shortened
-from fpfs.cli.status import DeviceNow, FileNow, report_activity
-from fpfs.cli.top import Look, file_rates
-from fpfs.core.activity import (
+from fpfs.cli.commands.activity_view import activity_tables, distinct, format_time, shortened
+from fpfs.cli.commands.status import DeviceNow, FileNow, report_activity
+from fpfs.cli.commands.top import Look, file_rates
+from fpfs.core.protocol.activity import (
     Activity,
     DeviceActivity,
     FileInProgress,
     FilesInProgress,
     rates_between,
 )
-from fpfs.core.reports import DeviceState
+from fpfs.core.protocol.reports import DeviceState
 from fpfs.core.statistics import DurationHistogram, Durations
 
 COLUMNS, LINES = 80, 24

@@ -17,11 +17,11 @@ import trio
 import trio.testing
 
 import fpfs
-from fpfs.daemon.draining import Draining
-from fpfs.daemon.moment import gather
-from fpfs.daemon.registry import Member
-from fpfs.daemon.scrape import Scrape
-from fpfs.daemon.space import DeviceSpace
+from fpfs.daemon.devices.free_space import DeviceSpace
+from fpfs.daemon.devices.members import Member
+from fpfs.daemon.maintenance.evacuate import Draining
+from fpfs.daemon.telemetry.collector import Scrape
+from fpfs.daemon.telemetry.snapshot import gather
 from tests.support.rig import Rig, rig
 
 CALLERS = 45

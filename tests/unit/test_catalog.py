@@ -29,16 +29,16 @@ from fpfs.core.errors import (
     EntryExists,
     NoSpace,
 )
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon import catalog_names
-from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
-from fpfs.daemon.catalog_contents import fetch_content
-from fpfs.daemon.catalog_names import NewInode
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES, FORMAT_VERSION, LOG_BYTES_KEPT
-from fpfs.daemon.catalog_worker import LOG_BYTES_MAX
-from fpfs.daemon.reserve import RESERVE_BYTES, Reserve
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.database import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog.executor import LOG_BYTES_MAX
+from fpfs.daemon.catalog.reserve import RESERVE_BYTES, Reserve
+from fpfs.daemon.catalog.rows import dirents
+from fpfs.daemon.catalog.rows import shared_extents as shares
+from fpfs.daemon.catalog.rows.attributes import InodeRow, fetch_inode, remove_xattr, store_xattr
+from fpfs.daemon.catalog.rows.dirents import NewInode
+from fpfs.daemon.catalog.rows.extents import fetch_content
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES, FORMAT_VERSION, LOG_BYTES_KEPT
 from tests.support.catalogs import held, make_earlier
 from tests.support.rig import LARGE, rig
 
@@ -58,12 +58,12 @@ def formatted(folder: Path) -> Path:
 
 
 def make(transaction: Transaction, name: str, *, parent: int = ROOT, mode: int = FIFO) -> int:
-    return catalog_names.make(transaction, parent, name.encode(), NewInode(mode, 0, 0, 0, 1))
+    return dirents.make(transaction, parent, name.encode(), NewInode(mode, 0, 0, 0, 1))
 
 
 def names(transaction: Transaction) -> list[str]:
     """The names that tests made in the root."""
-    found = catalog_names.list_names(transaction, ROOT, count=10_000)
+    found = dirents.list_names(transaction, ROOT, count=10_000)
     return sorted(name.decode() for name in found if name != b".fpfs")
 
 

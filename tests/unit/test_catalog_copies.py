@@ -24,10 +24,10 @@ import trio.testing
 
 from fpfs.core.engine import CatalogFiles
 from fpfs.core.errors import CatalogBusy, CatalogError, CatalogMissing, EntryExists
-from fpfs.daemon.catalog import Catalog, RootOwner, Transaction
-from fpfs.daemon.catalog_attributes import store_xattr
-from fpfs.daemon.catalog_schema import FORMAT_VERSION
-from fpfs.daemon.reserve import RESERVE_BYTES
+from fpfs.daemon.catalog.database import Catalog, RootOwner, Transaction
+from fpfs.daemon.catalog.reserve import RESERVE_BYTES
+from fpfs.daemon.catalog.rows.attributes import store_xattr
+from fpfs.daemon.catalog.schema import FORMAT_VERSION
 from tests.support.catalogs import (
     FILES,
     FILESYSTEM_ID,
@@ -105,7 +105,7 @@ async def _make_states(folder: Path) -> list[State]:
     states += [before, await _record(catalog, live, folder / "after a checkpoint", late=range(0))]
     _half_copied(before.folder, states[-1].folder, folder / "in a checkpoint")
     states.append(before._replace(folder=folder / "in a checkpoint"))
-    await make_names(catalog, range(400, 420))
+    await make_names(catalog, range(100_000, 100_020))  # there were others, perhaps many times
     states.append(await _record(catalog, live, folder / "new logs", late=range(4, 7)))
     await catalog.close()
     copy_state(live, folder / "ended")

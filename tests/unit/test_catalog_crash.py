@@ -20,8 +20,9 @@ from tests.support.catalogs import (
     tables,
 )
 from tests.support.processes import REPOSITORY
+from tests.support.seeds import IS_LONG
 
-ROUNDS = int(os.environ.get("FPFS_CATALOG_KILLS", "30"))
+ROUNDS = int(os.environ.get("FPFS_CATALOG_KILLS", "30" if IS_LONG else "8"))
 
 
 def _run_and_kill(folder: Path, *, first: int, seed: int) -> tuple[int, int]:

@@ -10,12 +10,12 @@ import trio.testing
 from fpfs.core.engine import Move, ObjectId
 from fpfs.core.errors import BusyFile, DamagedData
 from fpfs.core.layout import UNVERIFIED, Run, Segment, decode_segment, encode_segment
-from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_contents import store_segment
-from fpfs.daemon.catalog_devices import set_use
-from fpfs.daemon.catalog_moves import Planned, store_moves, usage_of
-from fpfs.daemon.catalog_schema import DeviceUse, row_crc
+from fpfs.daemon.catalog.database import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog.rows import shared_extents as shares
+from fpfs.daemon.catalog.rows.devices import set_use
+from fpfs.daemon.catalog.rows.extents import store_segment
+from fpfs.daemon.catalog.rows.relocation import Planned, store_moves, usage_of
+from fpfs.daemon.catalog.schema import DeviceUse, row_crc
 
 OLD, NEW = ObjectId(0, 5), ObjectId(1, 9)
 BIG, SHARER = 2, 3

@@ -5,7 +5,6 @@ The catalog's rows against a plain model: for each inode the set of blocks that 
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -15,11 +14,12 @@ import trio.testing
 from fpfs.core.engine import BLOCK_BYTES, ObjectId, Range
 from fpfs.core.errors import DamagedData
 from fpfs.core.layout import UNVERIFIED, Run, Segment, encode_segment
-from fpfs.daemon import catalog_objects as objects
-from fpfs.daemon import catalog_shares as shares
-from fpfs.daemon.catalog import Catalog, DeviceRecord, RootOwner, Transaction
-from fpfs.daemon.catalog_contents import store_segment
+from fpfs.daemon.catalog.database import Catalog, DeviceRecord, RootOwner, Transaction
+from fpfs.daemon.catalog.rows import objects
+from fpfs.daemon.catalog.rows import shared_extents as shares
+from fpfs.daemon.catalog.rows.extents import store_segment
 from tests.support.catalogs import check_held
+from tests.support.seeds import chosen_seed
 
 BLOCKS = 12
 OBJECTS = [ObjectId(device, number) for device in (0, 1) for number in (5, 6)]
@@ -160,9 +160,7 @@ def run(transaction: Transaction, chance: random.Random) -> None:
 
 @trio.testing.trio_test
 async def test_what_nobody_refers_to_is_given_back_and_nothing_else(tmp_path: Path) -> None:
-    seed = int(os.environ.get("FPFS_SEED", random.randrange(2**31)))
-    print(f"FPFS_SEED={seed}")
-    chance = random.Random(seed)
+    chance = random.Random(chosen_seed())
     catalog = Catalog.open(formatted(tmp_path))
     for _ in range(60):
         await catalog.write(lambda t: run(t, chance))

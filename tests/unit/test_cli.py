@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from fpfs.cli import ctl, main, recovery, show
-from fpfs.core.reports import RecoveryStatus
+from fpfs.cli import ctl, main, show
+from fpfs.cli.commands import recovery
+from fpfs.core.protocol.reports import RecoveryStatus
 from fpfs.testing.mounted import REPOSITORY
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +18,16 @@ import trio.testing
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.policy import Acknowledge
-from fpfs.core.questions import PolicyChange
-from fpfs.core.reports import FormerVersion
-from fpfs.daemon.catalog_attributes import Changes
-from fpfs.daemon.catalog_names import RenameMode
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.core.protocol.reports import FormerVersion
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.commit import pipeline
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 from tests.unit.test_catalog import cut_power
+
+PATIENCE_S = 60
 
 
 async def committed_size(mount: Rig, path: str) -> int:
@@ -349,21 +353,25 @@ async def test_a_crash_before_the_commit_leaves_the_previous_version(
         assert await mount.read_file("file") == b"a" * size
 
 
+async def wait_durable(mount: Rig) -> None:
+    """Return when everything is durable, which nobody asks for."""
+    with trio.fail_after(PATIENCE_S):
+        while not mount.catalog.all_durable:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+
 @trio.testing.trio_test
-async def test_closed_content_is_durable_in_time(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_closed_content_becomes_durable_by_itself(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         await mount.write_file("file", b"content")
-        await trio.sleep(1)
-        assert mount.catalog.all_durable
-        assert await committed_size(mount, "file") == 7
+        with trio.fail_after(PATIENCE_S):
+            while await committed_size(mount, "file") != 7:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+        await wait_durable(mount)
 
 
 @trio.testing.trio_test
-async def test_names_are_durable_in_time(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_names_become_durable_by_themselves(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         entries = mount.namespace.entries
         await mount.write_file("file", b"content")
@@ -375,18 +383,7 @@ async def test_names_are_durable_in_time(
         ):
             await change
             assert not mount.catalog.all_durable
-            await trio.sleep(1)
-            assert mount.catalog.all_durable
-
-
-@pytest.fixture
-def autojump_clock(monkeypatch: pytest.MonkeyPatch) -> trio.testing.MockClock:
-    """A clock that jumps when nothing happens for a moment: the catalog's thread is not seen.
-
-    So that thread must not wait for a device.
-    """
-    monkeypatch.setattr(os, "fdatasync", lambda _fd: None)
-    return trio.testing.MockClock(autojump_threshold=0.2)
+            await wait_durable(mount)
 
 
 @trio.testing.trio_test
@@ -561,10 +558,22 @@ async def test_wait_durable_waits_for_the_writer(tmp_path: Path) -> None:
 
 
 @trio.testing.trio_test
-async def test_many_small_files_share_transactions(tmp_path: Path) -> None:
+async def test_many_small_files_share_transactions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first of them is flushed, others wait for the next transactions."""
+    all_written = threading.Event()
+    fdatasync = os.fdatasync
+
+    def wait_and_flush(descriptor: int) -> None:
+        assert all_written.wait(60)
+        fdatasync(descriptor)
+
     async with rig(tmp_path) as mount:
+        monkeypatch.setattr(os, "fdatasync", wait_and_flush)
         for number in range(200):
             await mount.write_file(f"f{number}", b"x" * 4096)
+        all_written.set()
         await mount.commit.flush_all()
         statistics = mount.commit.statistics()
         assert statistics.committed == 200
@@ -573,10 +582,11 @@ async def test_many_small_files_share_transactions(tmp_path: Path) -> None:
 
 
 @trio.testing.trio_test
-async def test_what_stays_open_and_becomes_longer_is_committed_in_time(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
+async def test_what_stays_open_and_becomes_longer_is_committed_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log that is made, and one that is appended to; not a checkpoint, nor what is rewritten."""
+    monkeypatch.setattr(pipeline, "OPEN_COMMIT_S", 0.05)
     good = b"good" * 10_000
     async with rig(tmp_path) as mount:
         for name in ("appended.log", "rewritten.log", "cut.log", "rewritten.pt"):
@@ -587,26 +597,25 @@ async def test_what_stays_open_and_becomes_longer_is_committed_in_time(
             handles[name] = await mount.open(name, flags=os.O_WRONLY)
         for name in ("cut.log", "rewritten.pt"):
             handles[name] = await mount.open(name, flags=os.O_WRONLY | os.O_TRUNC)
+        sizes = dict.fromkeys(handles, len(good)) | {"made.log": 0, "made.pt": 0}
+
+        async def wait_committed(count: int) -> None:
+            """Wait until `count` versions are committed, which is counted after they are there."""
+            with trio.fail_after(PATIENCE_S):
+                while mount.commit.statistics().committed < count:
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+            assert mount.commit.statistics().committed == count
+            assert {name: await committed_size(mount, name) for name in handles} == sizes
+
         for name, handle in handles.items():
-            at = len(good) if name == "appended.log" else 0
-            mount.engine.write(handle, at, b"more")
-        for _ in range(2):
-            await trio.sleep(31)
-            sizes = {name: await committed_size(mount, name) for name in handles}
-            assert sizes == {
-                "made.log": 4,
-                "made.pt": 0,
-                "appended.log": len(good) + 4,
-                "rewritten.log": len(good),
-                "cut.log": len(good),
-                "rewritten.pt": len(good),
-            }
-        mount.engine.write(handles["made.log"], 4, b"again")
-        await trio.sleep(31)
-        assert await committed_size(mount, "made.log") == 9
-        count = mount.commit.statistics().committed
-        await trio.sleep(100)
-        assert mount.commit.statistics().committed == count
+            mount.engine.write(handle, len(good) if name == "appended.log" else 0, b"more")
+        sizes["made.log"] += 4
+        sizes["appended.log"] += 4
+        await wait_committed(4 + 2)
+        for turn, name in enumerate(("made.log", "appended.log")):  # in turn: a time each
+            mount.engine.write(handles[name], sizes[name], b"again")
+            sizes[name] += 5
+            await wait_committed(4 + 2 + turn + 1)
 
 
 @trio.testing.trio_test
@@ -685,5 +694,5 @@ async def test_a_sync_that_a_close_overtakes_makes_no_version(tmp_path: Path) ->
 
 
 async def former(mount: Rig, name: bytes) -> Sequence[FormerVersion]:
-    """The former contents of a name in the root."""
+    """The former versions of a name in the root."""
     return (await mount.versions.show(ROOT, name)).versions

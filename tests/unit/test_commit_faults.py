@@ -14,12 +14,12 @@ import trio.testing
 
 from fpfs.core.engine import ObjectId
 from fpfs.core.errors import CatalogError
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon import reclaim
-from fpfs.daemon.catalog_attributes import Changes
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES
-from fpfs.daemon.inodes import Inode
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES
+from fpfs.daemon.commit import space_gc
+from fpfs.daemon.inodes.table import Inode
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 from tests.unit.test_commit import committed_size
@@ -307,7 +307,7 @@ async def test_more_nameless_files_than_fit_one_transaction_go_at_the_next_mount
         await mount.commit.flush_all()
         for number in range(5):
             await mount.namespace.entries.unlink(ROOT, f"f{number}".encode())
-    monkeypatch.setattr(reclaim, "DELETIONS_MAX", 2)
+    monkeypatch.setattr(space_gc, "DELETIONS_MAX", 2)
     async with rig(tmp_path, devices=devices) as mount:
         await mount.commit.flush_all()
         assert devices.objects == {}
@@ -392,7 +392,7 @@ async def test_what_fails_after_the_transaction_is_no_failure_to_commit(
         assert after.transactions - before.transactions == 1
         for name in names:
             assert await mount.read_file(name) == b"third"
-    assert "former contents cannot be let go before the next mount" in caplog.text
+    assert "former versions cannot be let go before the next mount" in caplog.text
 
 
 @trio.testing.trio_test

@@ -15,8 +15,8 @@ import trio
 import trio.testing
 from hypothesis import strategies as st
 
-from fpfs.core.control import Reply
-from fpfs.core.questions import (
+from fpfs.core.protocol.control import Reply
+from fpfs.core.protocol.questions import (
     AskStatus,
     DescribeFiles,
     FlushAll,
@@ -25,11 +25,11 @@ from fpfs.core.questions import (
     WaitDurable,
     WaitForEnd,
 )
-from fpfs.core.reports import Failure, FilesShown, Flushed, VersionsShown
-from fpfs.daemon import control_limits
-from fpfs.daemon.catalog_facts import Asker
-from fpfs.daemon.control import Access, ControlServer, Handler
-from fpfs.daemon.control_limits import Connections, Refusing
+from fpfs.core.protocol.reports import Failure, FilesShown, Flushed, VersionsShown
+from fpfs.daemon.catalog.rows.queries import Asker
+from fpfs.daemon.control import limits
+from fpfs.daemon.control.limits import Connections, Refusing
+from fpfs.daemon.control.server import Access, ControlServer, Handler
 
 PATIENCE_S = 30
 LARGE = Failure(ino=1, errno=5, message="x" * 4_000_000)
@@ -116,7 +116,7 @@ async def read_all(stream: trio.SocketStream) -> bytes:
 async def test_a_request_that_does_not_come_to_its_end_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_limits, "REQUEST_S", 0.2)
+    monkeypatch.setattr(limits, "REQUEST_S", 0.2)
     async with serving(tmp_path / "socket"):
         for is_dribbling in (False, True):
             async with await trio.open_unix_socket(tmp_path / "socket") as stream:
@@ -142,11 +142,11 @@ async def dribble(stream: trio.SocketStream) -> None:
 async def test_a_reply_that_nobody_receives_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_limits, "REPLY_S", 0.2)
+    monkeypatch.setattr(limits, "REPLY_S", 0.2)
     async with serving(tmp_path / "socket"):
         async with await trio.open_unix_socket(tmp_path / "socket") as stream:
             await stream.send_all(b'{"verb": "flush"}\n' * 100)
-            await control_limits.wait_gone(stream.socket)
+            await limits.wait_gone(stream.socket)
             assert len(await read_all(stream)) < len(LARGE.message)
         async with await trio.open_unix_socket(tmp_path / "socket") as stream:
             await stream.send_all(b'{"verb": "describe", "inos": [1]}\n')
@@ -157,7 +157,7 @@ async def test_a_reply_that_nobody_receives_is_given_up(
 async def test_who_leaves_is_not_worked_for_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_limits, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(limits, "LOOK_AGAIN_S", 0.01)
     question = msgspec.json.encode(WaitDurable(ino=7)) + b"\n"
     async with serving(tmp_path / "socket") as served:
         for rest in (b"", question, b"nonsense"):
@@ -171,7 +171,7 @@ async def test_who_leaves_is_not_worked_for_any_more(
 async def test_who_has_said_all_still_gets_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_limits, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(limits, "LOOK_AGAIN_S", 0.01)
     async with serving(tmp_path / "socket") as served:
         async with await trio.open_unix_socket(tmp_path / "socket") as stream:
             await stream.send_all(msgspec.json.encode(WaitDurable(ino=0)) + b"\n")
@@ -189,7 +189,7 @@ async def test_who_has_said_all_still_gets_the_answer(
 async def test_one_connection_too_many_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_limits, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 3)
     async with serving(tmp_path / "socket") as served, contextlib.AsyncExitStack() as stack:
         for number in range(3):
             stream = await stack.enter_async_context(
@@ -209,9 +209,9 @@ async def test_one_connection_too_many_is_told_so(
 def test_others_leave_room_for_the_owner_and_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control_limits, "CONNECTIONS_MAX", 5)
-    monkeypatch.setattr(control_limits, "CONNECTIONS_OTHERS_MAX", 4)
-    monkeypatch.setattr(control_limits, "CONNECTIONS_ONE_MAX", 3)
+    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(limits, "CONNECTIONS_OTHERS_MAX", 4)
+    monkeypatch.setattr(limits, "CONNECTIONS_ONE_MAX", 3)
     connections = Connections()
     with contextlib.ExitStack() as stack:
         for _ in range(3):

@@ -18,10 +18,10 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.core.control import ControlClient, Reply, outcome_path
 from fpfs.core.errors import InvalidOperation
 from fpfs.core.mounts import MountEntry
-from fpfs.core.questions import (
+from fpfs.core.protocol.control import ControlClient, Reply, outcome_path
+from fpfs.core.protocol.questions import (
     AskStatus,
     FlushAll,
     Question,
@@ -30,10 +30,10 @@ from fpfs.core.questions import (
     WaitDurable,
     WaitForEnd,
 )
+from fpfs.core.protocol.reports import Failure, Flushed, Renewing
 from fpfs.core.refusal import Refused
-from fpfs.core.reports import Failure, Flushed, Renewing
-from fpfs.daemon.catalog_facts import Asker
-from fpfs.daemon.control import Access, ControlServer, Handler
+from fpfs.daemon.catalog.rows.queries import Asker
+from fpfs.daemon.control.server import Access, ControlServer, Handler
 
 PATIENCE_S = 30
 NOT_KEPT = Failure(ino=18, errno=errno.EIO, message="inode 18 keeps its previous version")
@@ -200,7 +200,7 @@ async def test_of_mounts_with_one_number_the_youngest_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of the older one that was killed while it ended has made no younger one of it."""
-    monkeypatch.setattr("fpfs.core.control.runtime_folders", lambda _uid: [str(tmp_path)])
+    monkeypatch.setattr("fpfs.core.protocol.control.runtime_folders", lambda _uid: [str(tmp_path)])
     entry = MountEntry(1, "0:999999", "/there", "fuse.fpfs", "fpfs-there", os.geteuid())
     older, younger = (tmp_path / f"0-999999.{pid}.sock" for pid in (os.getpid(), pid_of_nobody()))
     leave_socket(older)
@@ -219,7 +219,7 @@ async def test_of_mounts_with_one_number_the_youngest_is_asked(
 async def test_none_is_asked_that_had_the_number_of_a_mount_whose_processes_were_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpfs.core.control.runtime_folders", lambda _uid: [str(tmp_path)])
+    monkeypatch.setattr("fpfs.core.protocol.control.runtime_folders", lambda _uid: [str(tmp_path)])
     entry = MountEntry(1, "0:999999", "/there", "fuse.fpfs", "fpfs-there", os.geteuid())
     async with serving(tmp_path / f"0-999999.{os.getpid()}.sock", Ending()):
         leave_socket(killed := tmp_path / f"0-999999.{pid_of_nobody()}.sock")

@@ -18,17 +18,18 @@ from fpfs.core.device_names import TagChange
 from fpfs.core.engine import EngineConfig, ObjectId, Range
 from fpfs.core.errors import BusyFile, InvalidOperation, NoSpace, NoSuchEntry
 from fpfs.core.refusal import Refused
-from fpfs.daemon import device_set, joining, server
-from fpfs.daemon.catalog import Catalog
-from fpfs.daemon.catalog_contents import record_removals
-from fpfs.daemon.catalog_devices import fetch_devices
-from fpfs.daemon.catalog_moves import usage_of
-from fpfs.daemon.catalog_worker import Transaction
-from fpfs.daemon.device_changes import DeviceChanges
-from fpfs.daemon.device_set import DeviceSet
-from fpfs.daemon.devices import open_devices
-from fpfs.daemon.opening import check_identity, open_catalog
-from fpfs.daemon.stamp import read_stamp
+from fpfs.daemon.catalog.database import Catalog
+from fpfs.daemon.catalog.executor import Transaction
+from fpfs.daemon.catalog.rows.devices import fetch_devices
+from fpfs.daemon.catalog.rows.extents import record_removals
+from fpfs.daemon.catalog.rows.relocation import usage_of
+from fpfs.daemon.devices import attach, opened_set
+from fpfs.daemon.devices.directory import open_devices
+from fpfs.daemon.devices.label import read_stamp
+from fpfs.daemon.devices.opened_set import DeviceSet
+from fpfs.daemon.maintenance.membership import DeviceChanges
+from fpfs.daemon.mount import server
+from fpfs.daemon.mount.startup import check_identity, open_catalog
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 
 MOUNTPOINT = "/nonexistent/mount"
@@ -202,14 +203,14 @@ class Steps:
         self._after = after
         self.ended = Crash
         for owner, name in (
-            (joining, "write_stamp"),
-            (device_set, "write_stamp"),
+            (attach, "write_stamp"),
+            (opened_set, "write_stamp"),
         ):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
         # For what the module removes alone: the catalog's thread removes files, too.
         own_os = types.SimpleNamespace(**vars(os))
         own_os.unlink, own_os.rmdir = self._counted(os.unlink), self._counted(os.rmdir)
-        monkeypatch.setattr(joining, "os", own_os)
+        monkeypatch.setattr(attach, "os", own_os)
         for owner, name in (
             (MemoryEngine, "add_device"),
             (MemoryEngine, "remove_device"),

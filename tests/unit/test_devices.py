@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.device_set import DeviceSet
-from fpfs.daemon.devices import DEVICES_MAX, open_devices
-from fpfs.daemon.stamp import FORMAT_VERSION
+from fpfs.daemon.devices.directory import DEVICES_MAX, open_devices
+from fpfs.daemon.devices.label import FORMAT_VERSION
+from fpfs.daemon.devices.opened_set import DeviceSet
 from tests.support.images import make_image, mounted_image, needs_filesystem_identity
 from tests.support.processes import run
 

@@ -68,7 +68,7 @@ def test_each_cell_of_what_holds_names_its_test() -> None:
         "`close`",
         "`fsync`",
         "`rename`",
-        "group commit",
+        "atomic directory",
     ]
     events = cells(head)[1:]
     for row in rows:
@@ -86,9 +86,10 @@ def test_tables_are_in_one_piece(path: Path) -> None:
         assert set(table[1]) <= set("|-: "), table[0]
 
 
-def options_in_readme() -> set[str]:
-    """The names in the first column of README.md's table of options."""
-    (table,) = [t for t in tables((ROOT / "README.md").read_text()) if t[0].startswith("| option")]
+def documented_options() -> set[str]:
+    """The names in the first column of docs/mounting.md's table of options."""
+    text = (ROOT / "docs" / "mounting.md").read_text()
+    (table,) = [t for t in tables(text) if t[0].startswith("| option")]
     words = re.findall(r"`(?:-o )?([^`]+)`", " ".join(cells(row)[0] for row in table[2:]))
     return {word.split("=")[0] for word in words}
 
@@ -96,8 +97,8 @@ def options_in_readme() -> set[str]:
 def test_the_table_of_options_is_whole() -> None:
     """All that fpfs has of its own, and no other; of what mount(8) knows it names some."""
     own = {*_EXAMPLES, *_FLAGS}
-    assert own <= options_in_readme()
-    assert options_in_readme() - own <= _KERNEL | _WITHOUT_EFFECT
+    assert own <= documented_options()
+    assert documented_options() - own <= _KERNEL | _WITHOUT_EFFECT
 
 
 def commands(text: str) -> list[list[str]]:
@@ -107,14 +108,21 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-@pytest.mark.parametrize("words", commands((ROOT / "README.md").read_text()), ids=" ".join)
+COMMANDS = {
+    name: commands((ROOT / name).read_text())
+    for name in ("README.md", "docs/mounting.md", "docs/fpfs-ctl.md")
+}
+
+
+@pytest.mark.parametrize("words", [each for found in COMMANDS.values() for each in found])
 def test_each_command_can_be_read(words: list[str]) -> None:
     app = {"fpfs": main.app, "fpfs-ctl": ctl.app}[words[0]]
     app.parse_args(words[1:], exit_on_error=False, print_error=False)
 
 
 def test_there_are_commands() -> None:
-    assert len(commands((ROOT / "README.md").read_text())) > 10
+    assert all(COMMANDS.values())
+    assert len(COMMANDS["docs/fpfs-ctl.md"]) > 20
 
 
 SOURCES = {

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from fpfs import _native
 from fpfs.core.statistics import BUCKETS, DURATION_BOUNDS_NS, DurationHistogram, Durations
-from fpfs.daemon.durability import STEPS_MAX, CommitSteps, StepKind
+from fpfs.daemon.commit.lag import STEPS_MAX, CommitSteps, StepKind
 from tests.support.rig import LARGE, rig
 
 

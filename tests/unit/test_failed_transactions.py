@@ -12,11 +12,11 @@ import pytest
 import trio.testing
 
 from fpfs.core.errors import CatalogError
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon.catalog import Catalog
-from fpfs.daemon.catalog_attributes import Changes
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.catalog_worker import Transaction
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.database import Catalog
+from fpfs.daemon.catalog.executor import Transaction
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
 from tests.support.rig import ROOT, SUPERUSER, USER, Rig, rig
 
 PATHS = ("", "file", "pending", "tool", "link", "full", "full/inner", "empty")

@@ -14,9 +14,9 @@ import trio
 import trio.testing
 from hypothesis import strategies as st
 
-from fpfs.core.reports import FileRun, FileState, FileStatus, join_runs
-from fpfs.daemon.catalog_facts import Asker, fetch_facts, list_runs
-from fpfs.daemon.catalog_names import RenameMode
+from fpfs.core.protocol.reports import FileRun, FileState, FileStatus, join_runs
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.catalog.rows.queries import Asker, fetch_facts, list_runs
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
 NEVER_S = 1e6
@@ -282,7 +282,7 @@ async def test_a_second_name_below_a_directory_counts(tmp_path: Path) -> None:
 async def test_the_map_is_told_page_by_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpfs.daemon.catalog_facts.SEGMENTS_PER_PAGE", 1)
+    monkeypatch.setattr("fpfs.daemon.catalog.rows.queries.SEGMENTS_PER_PAGE", 1)
     async with rig(tmp_path) as mount:
         handle = await mount.create("file")
         segment_bytes = 64 * 1024 * 1024

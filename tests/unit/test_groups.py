@@ -11,10 +11,10 @@ import trio
 import trio.testing
 
 from fpfs.core.errors import FpfsError
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon.catalog_contents import list_orphans
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.reclaim import GATHER_S
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.catalog.rows.extents import list_orphans
+from fpfs.daemon.commit.space_gc import GATHER_S
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -135,7 +135,7 @@ async def test_the_kernel_may_know_what_a_group_keeps_after_a_removal_on_a_full_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A removal there gives space back before its answer, and so before the kernel forgets."""
-    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    monkeypatch.setattr("fpfs.daemon.devices.free_space.TIGHT_BYTES", 1 << 62)
     async with rig(tmp_path) as mount:
         group = await make_group(mount, "group")
         await mount.write_file("group/file", bytes(LARGE))

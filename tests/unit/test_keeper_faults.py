@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from fpfs.daemon.keeper import died_of_fault
-from fpfs.daemon.server import EXIT_DIED
+from fpfs.daemon.mount.server import EXIT_DIED
+from fpfs.daemon.mount.supervisor import died_of_fault
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import trio
 import trio.testing
 
 from fpfs.core.limits import FILE_BYTES_MAX, LINK_COUNT_MAX, NAME_BYTES_MAX
-from fpfs.daemon.catalog_attributes import Changes
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.inodes import Inode
-from fpfs.daemon.namespace_directories import Listed
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.inodes.table import Inode
+from fpfs.daemon.names.open_dirs import Listed
 from tests.support.rig import LARGE, ROOT, SUPERUSER, USER, Rig, rig
 
 LONG = b"n" * (NAME_BYTES_MAX + 1)
@@ -543,7 +543,7 @@ async def test_space_counts_a_backing_filesystem_once(tmp_path: Path) -> None:
 async def test_on_a_full_device_unlink_waits_for_the_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    monkeypatch.setattr("fpfs.daemon.devices.free_space.TIGHT_BYTES", 1 << 62)
     async with rig(tmp_path) as mount:
         for remove in (unlink(b"file"), rename("new", "file")):
             await mount.write_file("file", bytes(LARGE))
@@ -564,7 +564,7 @@ async def test_on_a_full_device_unlink_waits_for_the_space(
 async def test_on_a_full_device_unlink_waits_for_what_was_closed_just_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpfs.daemon.space.TIGHT_BYTES", 1 << 62)
+    monkeypatch.setattr("fpfs.daemon.devices.free_space.TIGHT_BYTES", 1 << 62)
     async with rig(tmp_path) as mount:
         mount.engine.hold_drains()
         await mount.write_file("file", bytes(LARGE))

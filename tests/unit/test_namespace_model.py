@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fpfs.core.errors import NoSuchEntry, NotADirectory
-from fpfs.daemon.catalog_attributes import Changes
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.catalog_schema import FIXED_DIRECTORIES
-from fpfs.daemon.inodes import Inode
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES
+from fpfs.daemon.inodes.table import Inode
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 from tests.support.catalogs import check_held
 from tests.support.rig import SUPERUSER, Rig, rig

@@ -14,7 +14,7 @@ import pyfuse3
 import pytest
 import trio.testing
 
-from fpfs.daemon.operations import Operations
+from fpfs.daemon.names.fuse_ops import Operations
 from tests.support.rig import LARGE, Rig, rig
 
 HANDLERS = sorted(

@@ -10,10 +10,10 @@ import trio.testing
 
 from fpfs.core.engine import DeviceConfig, EngineConfig, ObjectId
 from fpfs.core.native_engine import NativeEngine
-from fpfs.daemon.catalog import Catalog
-from fpfs.daemon.catalog_schema import flush_directory, row_crc
-from fpfs.daemon.device_set import DeviceDirectory
-from fpfs.daemon.orphans import collect
+from fpfs.daemon.catalog.database import Catalog
+from fpfs.daemon.catalog.schema import flush_directory, row_crc
+from fpfs.daemon.devices.opened_set import DeviceDirectory
+from fpfs.daemon.maintenance.orphan_objects import collect
 from tests.support.rig import LARGE, rig
 
 OLD = 3 << 32
@@ -48,7 +48,9 @@ async def test_objects_that_nobody_refers_to_are_removed(
             flush_directory(path)
             mount.engine.calls.append(("flush", path.name))
 
-        monkeypatch.setattr("fpfs.daemon.orphans.flush_directory", flush_and_note)
+        monkeypatch.setattr(
+            "fpfs.daemon.maintenance.orphan_objects.flush_directory", flush_and_note
+        )
         mount.catalog.object_base = 4
         await mount.catalog.write(
             lambda t: t.execute(
@@ -89,7 +91,7 @@ async def test_an_end_waits_for_the_objects_that_are_being_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = DeviceDirectory(0, str(tmp_path), "a")
-    monkeypatch.setattr("fpfs.daemon.orphans.BATCH", 2)
+    monkeypatch.setattr("fpfs.daemon.maintenance.orphan_objects.BATCH", 2)
     async with rig(tmp_path) as mount:
         mount.catalog.object_base = 4
         for id_ in range(OLD, OLD + 4):

@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.daemon.pacing import SHARE, Paced
+from fpfs.daemon.control.coalesce import SHARE, Paced
 
 WORK_S = 1.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from fpfs.core.mounts import mount_containing
 from fpfs.core.refusal import Refused
-from fpfs.daemon.places import (
+from fpfs.daemon.mount.paths import (
     SETTLED_S,
     default_device,
     default_log,

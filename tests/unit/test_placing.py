@@ -13,10 +13,10 @@ import trio.testing
 from fpfs.core.engine import Flow
 from fpfs.core.layout import runs_of_file
 from fpfs.core.policy import Acknowledge, Policy
-from fpfs.core.questions import PolicyChange
+from fpfs.core.protocol.questions import PolicyChange
 from fpfs.core.refusal import Refused
-from fpfs.daemon.catalog_contents import fetch_content
-from fpfs.daemon.inodes import decode_layout
+from fpfs.daemon.catalog.rows.extents import fetch_content
+from fpfs.daemon.inodes.table import decode_layout
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
 BLOCK = 65536
@@ -107,7 +107,7 @@ async def test_a_catalog_without_room_leaves_the_layout(
         await mount.write_file("file", bytes(LARGE))
         before = await devices_of(mount, "file")
         await set_policy(mount, ".", devices="slow")
-        monkeypatch.setattr("fpfs.daemon.placing.store_layout", refuse)
+        monkeypatch.setattr("fpfs.daemon.inodes.layout_policy.store_layout", refuse)
         await mount.write_file("file", bytes(LARGE))
         assert await devices_of(mount, "file") == before
 

@@ -11,7 +11,7 @@ from tests.crash.promises import (
     Entry,
     Found,
     History,
-    broken_former_content,
+    broken_former_version,
     broken_promise,
     dangling_pointer,
     names_after,
@@ -186,9 +186,9 @@ def test_a_pointer_names_what_is_whole() -> None:
 
 def test_what_is_kept_must_have_been_whole_once() -> None:
     told = history(create("a", 1), close(1, "x"), close(1, "y"), close(1, EMPTY))
-    assert broken_former_content(told, found(one="x", two="y")) == ""
-    assert "three" in broken_former_content(told, found(one="x", three="z"))
-    assert "nothing" in broken_former_content(told, found(nothing=EMPTY))
+    assert broken_former_version(told, found(one="x", two="y")) == ""
+    assert "three" in broken_former_version(told, found(one="x", three="z"))
+    assert "nothing" in broken_former_version(told, found(nothing=EMPTY))
 
 
 def test_a_removal_may_wait_for_what_another_program_closed() -> None:

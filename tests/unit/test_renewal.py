@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from fpfs.core.errors import InvalidOperation
-from fpfs.daemon import renewal
+from fpfs.daemon.mount import live_upgrade
 
-OURS = renewal.this_program()
+OURS = live_upgrade.this_program()
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -22,13 +22,13 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(sys, "executable", str(program))
 
 
-def says(program: renewal.Program) -> str:
+def says(program: live_upgrade.Program) -> str:
     """A script that says that it is `program`."""
     return f"echo '{msgspec.json.encode(program).decode()}'"
 
 
 def test_the_one_that_runs_can_take_over() -> None:
-    assert renewal.check_installed() == OURS
+    assert live_upgrade.check_installed() == OURS
 
 
 def test_a_newer_one_with_the_same_formats_can(
@@ -36,7 +36,7 @@ def test_a_newer_one_with_the_same_formats_can(
 ) -> None:
     newer = msgspec.structs.replace(OURS, version="99")
     install(tmp_path, monkeypatch, says(newer))
-    assert renewal.check_installed() == newer
+    assert live_upgrade.check_installed() == newer
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_others_cannot(
 ) -> None:
     install(tmp_path, monkeypatch, script)
     with pytest.raises(InvalidOperation, match=reason):
-        renewal.check_installed()
+        live_upgrade.check_installed()
 
 
 def test_nor_can_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(InvalidOperation, match="does not start"):
-        renewal.check_installed()
+        live_upgrade.check_installed()

@@ -11,9 +11,9 @@ import pytest
 import trio.testing
 
 from fpfs.core.errors import EntryExists, NoAttribute, NoSuchEntry
-from fpfs.daemon.catalog_names import RenameMode
-from fpfs.daemon.namespace_entries import Caller
-from fpfs.daemon.requests import RECORDS_MAX, RESENT
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.inodes.replay_log import RECORDS_MAX, RESENT
+from fpfs.daemon.names.entries import Caller
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import ROOT, Rig, rig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trio.testing
 
-from fpfs.core.questions import PolicyChange
+from fpfs.core.protocol.questions import PolicyChange
 from tests.support.rig import LARGE, ROOT, rig
 
 

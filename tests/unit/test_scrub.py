@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from fpfs.cli.scrub import Pace, _regular_files
+from fpfs.cli.commands.scrub import Pace, _regular_files
 from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Damage, ObjectId, StoredRange
 from fpfs.core.layout import UNVERIFIED, UNWRITTEN, Run, Segment, encode_segment
-from fpfs.core.questions import ScrubStep
-from fpfs.core.reports import DamagedContent, Scrubbed, ScrubCursor
-from fpfs.daemon.catalog_schema import row_crc
-from fpfs.daemon.catalog_worker import Transaction
-from fpfs.daemon.scrub import ROWS_MAX, Scrub
+from fpfs.core.protocol.questions import ScrubStep
+from fpfs.core.protocol.reports import DamagedContent, Scrubbed, ScrubCursor
+from fpfs.daemon.catalog.executor import Transaction
+from fpfs.daemon.catalog.schema import row_crc
+from fpfs.daemon.maintenance.scrub import ROWS_MAX, Scrub
 from fpfs.testing.memory_engine import MemoryEngine
 from tests.support.rig import LARGE, Rig, rig
 

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon import stamp
-from fpfs.daemon.stamp import (
+from fpfs.daemon.devices import label
+from fpfs.daemon.devices.label import (
     FORMAT_VERSION,
     LOCK_NAME,
     STAMP_NAME,
@@ -141,7 +141,7 @@ sys.stdin.readline()
     with python_child(holding, tmp_path / LOCK_NAME) as server:
         expect_line(server, "held")
         (tmp_path / LOCK_NAME).write_bytes(_record(server.pid, tmp_path / "not mounted"))
-        try_lock = stamp._try_lock
+        try_lock = label._try_lock
 
         def tried(fd: int) -> bool:
             tries.append(try_lock(fd))
@@ -149,7 +149,7 @@ sys.stdin.readline()
                 tell(server)
             return tries[-1]
 
-        monkeypatch.setattr(stamp, "_try_lock", tried)
+        monkeypatch.setattr(label, "_try_lock", tried)
         os.close(lock_directory(str(tmp_path), mountpoint="/x", asked="test"))
     assert tries == [False, True]
 

@@ -1,4 +1,4 @@
-"""What is taken over after a content was put aside, when the arena was not told of it any more."""
+"""What is taken over after a content was quarantined, when the arena was not told any more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import trio.testing
 
 from fpfs.core.engine import Left, LeftChanges, Part
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon.asides import ABANDONED
-from fpfs.daemon.catalog_aside import list_noted, list_partials
-from fpfs.daemon.commit import Commit
-from fpfs.daemon.inodes import Inode
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.rows.quarantine import list_noted, list_partials
+from fpfs.daemon.commit.pipeline import Commit
+from fpfs.daemon.commit.quarantine import ABANDONED
+from fpfs.daemon.inodes.table import Inode
 from fpfs.testing.memory_engine import MemoryDevices, MemoryEngine
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -26,7 +26,7 @@ NOTED = 77
 GOOD, TORN = b"good" * LARGE, b"torn" * LARGE
 
 
-async def put_aside(mount: Rig) -> int:
+async def quarantine(mount: Rig) -> int:
     """Let a writer be killed in the middle; returns the inode that it wrote to."""
     await mount.write_file("step.pt", GOOD)
     await mount.commit.flush_all()
@@ -78,7 +78,7 @@ async def test_what_was_put_aside_is_not_taken_over_again(
 ) -> None:
     devices = MemoryDevices()
     async with rig(tmp_path, devices=devices) as mount:
-        ino = await put_aside(mount)
+        ino = await quarantine(mount)
         await mount.catalog.write(lambda t: t.execute("UPDATE partials SET noted = ?", (NOTED,)))
     monkeypatch.setattr("tests.support.rig.MemoryEngine", Arena)
     monkeypatch.setattr(Arena, "changed", [LeftChanges(ino, sequence, signal.SIGKILL)])

@@ -19,9 +19,9 @@ from hypothesis import given
 
 from fpfs.core.chrome_trace import Traced, chrome_trace
 from fpfs.core.errors import BusyFile, NoSuchEntry
-from fpfs.core.questions import BeginTrace, EndTrace, ReadTrace
-from fpfs.core.trace import CommitStep, EventKind, TraceEvent, TraceRead, TraceState
-from fpfs.daemon.tracing import LEASE_S, Tracing
+from fpfs.core.protocol.questions import BeginTrace, EndTrace, ReadTrace
+from fpfs.core.protocol.trace import CommitStep, EventKind, TraceEvent, TraceRead, TraceState
+from fpfs.daemon.telemetry.tracing import LEASE_S, Tracing
 from tests.support.chrome_traces import check_format, spans_of
 from tests.support.rig import LARGE, ROOT, Rig, rig
 
@@ -136,19 +136,25 @@ async def test_a_trace_that_is_ended_leaves_nothing_on(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_nobody_reads_ends(tmp_path: Path) -> None:
+    clock = trio.testing.MockClock(rate=1)
+
+    async def pass_time(seconds: float) -> None:
+        clock.jump(seconds)
+        await trio.testing.wait_all_tasks_blocked()
+
     async def run() -> None:
         async with tracing(tmp_path) as (_, made):
             trace = await begin(made)
-            await trio.sleep(LEASE_S * 0.9)
+            await pass_time(LEASE_S * 0.9)
             await read(made, trace)
-            await trio.sleep(LEASE_S * 0.9)
+            await pass_time(LEASE_S * 0.9)
             await read(made, trace)  # it was read in time
-            await trio.sleep(LEASE_S * 1.1)
+            await pass_time(LEASE_S * 1.1)
             with pytest.raises(NoSuchEntry):
                 await read(made, trace)
             await begin(made)
 
-    trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0.01))
+    trio.run(run, clock=clock)
 
 
 @trio.testing.trio_test

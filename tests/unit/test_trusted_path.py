@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.devices import open_devices
-from fpfs.daemon.launch import format_devices
+from fpfs.daemon.devices.directory import open_devices
+from fpfs.daemon.devices.trusted_path import check_trusted
+from fpfs.daemon.mount.launch import format_devices
 from fpfs.daemon.offline.export import export
 from fpfs.daemon.offline.fsck import Wishes, check_devices
-from fpfs.daemon.trusted_path import check_trusted
 
 NOBODY_UID = 65534
 

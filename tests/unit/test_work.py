@@ -10,12 +10,12 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.core.questions import PolicyChange
-from fpfs.daemon import catalog_group_changes
-from fpfs.daemon.catalog_objects import held_by_device
-from fpfs.daemon.catalog_schema import open_database
-from fpfs.daemon.catalog_worker import Transaction
-from fpfs.daemon.in_progress import files_in_progress
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.executor import Transaction
+from fpfs.daemon.catalog.rows import group_undo
+from fpfs.daemon.catalog.rows.objects import held_by_device
+from fpfs.daemon.catalog.schema import open_database
+from fpfs.daemon.telemetry.dirty_files import files_in_progress
 from tests.support.rig import LARGE, ROOT, Rig, rig
 from tests.support.work import lines_run, steps_of_sqlite
 
@@ -134,7 +134,7 @@ async def work_of_rolling_back(folder: Path, count: int) -> int:
         path = mount.catalog.path
     connection = open_database(path)
     with contextlib.closing(connection), steps_of_sqlite(connection) as steps:
-        done = catalog_group_changes.roll_back(
+        done = group_undo.roll_back(
             Transaction(connection), group=group.ino, changed=(), now_ns=time.time_ns()
         )
     assert done.aside

@@ -138,13 +138,13 @@ def come_to(point: str) -> None:
 
 def mark_points() -> None:
     """Let servers come to points: after each of these calls, but before those at the end."""
-    from fpfs.daemon import mounting
-    from fpfs.daemon.catalog_copies import Copies
-    from fpfs.daemon.catalog_worker import Worker
-    from fpfs.daemon.commit import Commit
-    from fpfs.daemon.control import ControlServer
-    from fpfs.daemon.controlled import ControlledServer
-    from fpfs.daemon.keeper import KeeperLink
+    from fpfs.daemon.catalog.executor import Worker
+    from fpfs.daemon.catalog.replicas import Copies
+    from fpfs.daemon.commit.pipeline import Commit
+    from fpfs.daemon.control.handlers import ControlledServer
+    from fpfs.daemon.control.server import ControlServer
+    from fpfs.daemon.devices.keeper_link import KeeperLink
+    from fpfs.daemon.mount import fusermount
 
     def after(where: object, name: str, point: str) -> None:
         call = getattr(where, name)
@@ -157,7 +157,7 @@ def mark_points() -> None:
         setattr(where, name, pointed)
 
     after(Copies, "commit", "committed")
-    after(mounting, "mount", "mounted")
+    after(fusermount, "mount", "mounted")
     after(KeeperLink, "hold", "held")
     after(KeeperLink, "serving", "serving")
     after(KeeperLink, "ending", "ending")
@@ -194,7 +194,7 @@ def mark_points() -> None:
 
 def poison() -> None:
     """Let requests for attributes meet what is to become of them first."""
-    from fpfs.daemon.operations import Operations
+    from fpfs.daemon.names.fuse_ops import Operations
 
     getxattr = Operations.getxattr
 
@@ -220,7 +220,7 @@ def before_the_answer(operation: Handler, *, point: str) -> Handler:
     return pointed
 
 
-if "fpfs.daemon.process" in sys.orig_argv:
+if "fpfs.daemon.mount.main" in sys.orig_argv:
     poison()
     mark_points()
     mark_tasks()

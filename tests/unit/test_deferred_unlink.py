@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from fpfs.daemon.catalog_worker import Transaction
-from fpfs.daemon.withheld import Withheld
+from fpfs.daemon.catalog.executor import Transaction
+from fpfs.daemon.commit.deferred_unlink import DeferredUnlinks
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 
@@ -33,7 +33,7 @@ async def unlink(mount: Rig, path: str) -> None:
 
 
 async def rows(mount: Rig) -> int:
-    """How many names are withheld in the catalog."""
+    """How many unlinks are deferred in the catalog."""
     (count,) = await mount.catalog.read(
         lambda t: t.execute("SELECT count(*) FROM withheld").fetchone()
     )
@@ -239,23 +239,23 @@ async def test_a_row_that_came_after_the_transaction_it_waited_for_goes(
     async with rig(tmp_path) as mount:
         await saved(mount, "old")
         inode = await mount.resolve("old")
-        withheld = Withheld(catalog=mount.catalog, inodes=mount.inodes)
+        deferred = DeferredUnlinks(catalog=mount.catalog, inodes=mount.inodes)
         insert = "INSERT INTO withheld VALUES (99, 1, x'61', 77, 8, 5)"
         steps: list[Callable[[Transaction], object]] = [
             lambda t: t.execute(insert),
-            lambda t: withheld.let_go(t, 5),
+            lambda t: deferred.let_go(t, 5),
         ]
         applied: list[Callable[[], None]] = [
-            lambda: withheld.hold(inode, mark=5),
-            lambda: withheld.was_let_go(5),
+            lambda: deferred.hold(inode, mark=5),
+            lambda: deferred.was_let_go(5),
         ]
         for index in (1, 0) if is_late else (0, 1):
             await mount.catalog.write(steps[index])
             applied[index]()
         assert await rows(mount) == int(is_late)
-        await withheld.pass_by(5)
+        await deferred.pass_by(5)
         assert await rows(mount) == 0
-        assert inode.withheld == 0
+        assert inode.deferred_unlinks == 0
 
 
 @trio.testing.trio_test
