@@ -14,9 +14,9 @@ import select
 import sys
 import time
 
-from fpfs.core.control import ControlClient, find_fpfs
-from fpfs.core.questions import AskStatus, DescribeFiles, Question
-from fpfs.core.reports import FilesShown, Status
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import AskStatus, DescribeFiles, Question
+from fpfs.core.protocol.reports import FilesShown, Status
 
 PERIOD_S = 1.0
 ANSWER_S = 30.0

@@ -125,7 +125,7 @@ class Bench:
     ) -> Iterator[FpfsMount]:
         """A fresh fpfs, one device directory in each of `filesystems` (default: the plain one).
 
-        With fewer `catalog_copies` a folder stands where the second one would be.
+        With fewer `catalog.replicas` a folder stands where the second one would be.
         """
         with contextlib.ExitStack() as stack:
             parents = filesystems or [self.directory]

@@ -154,6 +154,33 @@ class Commands:
         save(self._state, path, legacy=legacy)
         self._sync(path)
 
+    def save_safetensors(self, *, path: str, fsync: bool) -> None:
+        """Save the state with safetensors."""
+        from safetensors.torch import save_file
+
+        save_file(self._state, path)
+        if fsync:
+            self._sync(path)
+
+    def save_torch_checkpointing(self, *, path: str, direct: bool, fsync: bool) -> None:
+        """Save the state with Meta's library, without its background process."""
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        manager = CheckpointManager(
+            CheckpointManager.Config(
+                save=SyncCheckpointSaverConfig(),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=direct),
+            )
+        )
+        manager.save(path, {"state": self._state})
+        manager.close()
+        if fsync:
+            for folder, _folders, names in os.walk(path):
+                for name in names:
+                    self._sync(f"{folder}/{name}")
+
     def load(self, *, path: str, mmap: bool) -> None:
         """torch.load, every tensor summed."""
         import torch

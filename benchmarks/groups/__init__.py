@@ -8,6 +8,7 @@ from benchmarks.groups import (
     catalogs,
     checksums,
     control_clients,
+    libraries,
     loading,
     memory,
     names,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 GROUPS: tuple[Group, ...] = (
     *saving.GROUPS,
+    *libraries.GROUPS,
     *parallel.GROUPS,
     *loading.GROUPS,
     *checksums.GROUPS,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.places import Bench, FpfsMount
-from fpfs.daemon.mounting import unmount
+from fpfs.daemon.mount.fusermount import unmount
 
 FILES_A_SMALL_FILE = 5
 """Files that are there, for each of those that `small-files` makes: 100,000 at full scale."""
