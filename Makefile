@@ -12,10 +12,11 @@ TORCH_INDEX ?=
 PYTEST ?= $(VENV)/bin/python -m pytest
 PYTEST_ARGS ?=
 # Many tests wait for a device or for a process to start.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
 STAMPS := $(VENV)/.stamps
-PIP := $(VENV)/bin/pip --disable-pip-version-check
+# Python compiles what is imported, when it is: a tenth of what is installed.
+INSTALL := $(VENV)/bin/pip --disable-pip-version-check install --quiet --no-compile
 ifneq ($(TORCH_INDEX),)
 PIP_INDEX := --extra-index-url $(TORCH_INDEX)
 endif
@@ -48,6 +49,9 @@ $(STAMPS)/tools-%: mount_scripts/install_packages
 	mount_scripts/install_packages $*
 	@touch $@
 
+.PHONY: tools
+tools: $(STAMPS)/tools-test $(STAMPS)/tools-lint ## Install (as root, from Debian) what tests and linters use
+
 $(STAMPS)/venv: $(STAMPS)/system
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -55,10 +59,10 @@ $(STAMPS)/venv: $(STAMPS)/system
 # Without build isolation the build folder stays usable for quick rebuilds (`make native`). pyfuse3
 # comes first, with isolation: it is built from source with a newer setuptools than Debian's.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(PIP) install --quiet $(PIP_INDEX) -c constraints.txt \
+	$(INSTALL) $(PIP_INDEX) -c constraints.txt \
 	  cmake ninja nanobind scikit-build-core pyfuse3
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(PIP) install --quiet $(PIP_INDEX) --no-build-isolation -c constraints.txt \
+	  $(INSTALL) $(PIP_INDEX) --no-build-isolation -c constraints.txt \
 	  -e '.[test,bench,dev]'
 	@touch $@ $(STAMPS)/extension
 
@@ -103,8 +107,15 @@ bench: setup $(STAMPS)/tools-test ## Measure against the plain filesystem, fio a
 # --- testing --------------------------------------------------------------------------------
 
 .PHONY: test
-test: $(STAMPS)/tools-test setup test-native ## All tests, TEST_PROCESSES side by side
+test: test-native test-python ## The tests that every change has to pass
+
+.PHONY: test-python
+test-python: $(STAMPS)/tools-test setup ## The Python tests, TEST_PROCESSES side by side
 	$(PYTEST) -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+
+.PHONY: test-long
+test-long: $(STAMPS)/tools-test setup ## All Python tests, the long ones, too, with other random numbers each time
+	FPFS_LONG=1 $(PYTEST) -n $(TEST_PROCESSES) --dist worksteal -m "" $(PYTEST_ARGS)
 
 # What commands print is kept: look at what git diff shows of it before it is committed.
 .PHONY: golden
@@ -175,7 +186,7 @@ FLIPS ?= 10000
 ARENA_FLIPS ?= 20
 .PHONY: flips
 flips: setup test-native ## Flip FLIPS bits in objects, catalogs and the tables of staging memory
-	FPFS_OBJECT_FLIPS=$$(($(FLIPS) * 45 / 100)) FPFS_ARENA_FLIPS=$(ARENA_FLIPS) \
+	FPFS_LONG=1 FPFS_OBJECT_FLIPS=$$(($(FLIPS) * 45 / 100)) FPFS_ARENA_FLIPS=$(ARENA_FLIPS) \
 	  FPFS_DAMAGES=$$(($(FLIPS) / 10)) FPFS_TEST_HANG_S=7200 \
 	  $(PYTEST) tests/fuse/test_flips.py tests/unit/test_catalog_copies.py -s $(PYTEST_ARGS)
 	FPFS_FLIPS=$$(($(FLIPS) * 45 / 100)) build/native/tests/fpfs_native_tests -tc='takeover: a wrong bit*'

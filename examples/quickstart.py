@@ -23,9 +23,9 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from fpfs.core.control import ControlClient, find_fpfs
 from fpfs.core.mounts import mount_at
-from fpfs.core.questions import WaitDurable
+from fpfs.core.protocol.control import ControlClient, find_fpfs
+from fpfs.core.protocol.questions import WaitDurable
 from fpfs.core.units import format_rate, format_size
 
 DEVICES = 4
