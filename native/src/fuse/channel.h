@@ -21,7 +21,6 @@
 
 #include <sys/uio.h>
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -201,8 +200,7 @@ class Channel final : public KernelSide {
   void note_truncation(const FuseRequest& request);
   void handle_lookup(const FuseRequest& request);
   void handle_getattr(const FuseRequest& request);
-  void handle_interrupt(const FuseRequest& request);
-  bool look_at_interrupted() EXCLUDES(parked_mutex_);
+  int look_at_waiting() EXCLUDES(parked_mutex_);
 
   void relay(const FuseRequest& request);
   void let_releases_pass(uint64_t before = UINT64_MAX) const;
@@ -270,11 +268,9 @@ class Channel final : public KernelSide {
 
   Mutex parked_mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<Waiting>> parked_
-      GUARDED_BY(parked_mutex_);  // by unique
-  // Uniques of the last interrupts whose request did not wait: another thread may be about to let
-  // it. No unique is used twice, so those that never come do no harm.
-  std::array<uint64_t, 256> early_interrupts_ GUARDED_BY(parked_mutex_){};
-  size_t next_early_interrupt_ GUARDED_BY(parked_mutex_) = 0;
+      GUARDED_BY(parked_mutex_);                     // by unique
+  bool looks_ GUARDED_BY(parked_mutex_) = false;     // the relay thread will look at who waits
+  std::chrono::steady_clock::time_point next_look_;  // of the relay thread
 
   Worker notifier_;       // tells the kernel of changes of contents
   Worker name_notifier_;  // of names: it waits for who works in a directory, nobody waits for it

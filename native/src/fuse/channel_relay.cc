@@ -13,7 +13,6 @@
 namespace fpfs {
 namespace {
 
-constexpr int kInterruptCheckMs = 100;
 constexpr uint64_t kReplayedUnique = UINT64_MAX;  // the kernel's are smaller
 constexpr int kNotifyResend = 7;                  // FUSE_NOTIFY_RESEND, Linux 6.9
 constexpr int64_t kNoPages = -1;                  // of an inode that changed
@@ -213,10 +212,10 @@ void Channel::relay_loop() {
       if (!backlog_.empty()) events |= POLLOUT;
     }
     if (receivers_waiting_ >= engine_.config().channel_threads) events |= POLLIN;
-    const bool interrupted = look_at_interrupted();
+    const int look_ms = look_at_waiting();
     pollfd wait[3] = {
         {socket_, events, 0}, {relay_fd_, POLLIN, 0}, {inspector_.late_fd(), POLLIN, 0}};
-    if (poll(wait, 3, interrupted ? kInterruptCheckMs : -1) < 0 && errno != EINTR) return;
+    if (poll(wait, 3, look_ms) < 0 && errno != EINTR) return;
     if (stopping_) return;
     if ((wait[1].revents & POLLIN) != 0) {
       uint64_t count = 0;

@@ -7,10 +7,16 @@
 #include <array>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "fuse/fatal_signal.h"
 
 namespace fpfs {
+namespace {
+
+constexpr std::chrono::milliseconds kLookEvery{100};  // at who waits
+
+}  // namespace
 
 void Channel::handle_write(Receiver& r, const FuseRequest& request) {
   statistics_.writes.fetch_add(1, std::memory_order_relaxed);
@@ -181,10 +187,7 @@ bool Channel::waits_for_changes(const Handle& handle) const {
 void Channel::keep_waiting(const std::shared_ptr<Waiting>& waiting) {
   const MutexLock lock(parked_mutex_);
   parked_[waiting->unique] = waiting;
-  const auto end = early_interrupts_.end();
-  if (std::find(early_interrupts_.begin(), end, waiting->unique) == end) return;
-  waiting->interrupted = true;
-  wake_relay();
+  if (!std::exchange(looks_, true)) wake_relay();
 }
 
 void Channel::end_waiting(uint64_t unique) {
@@ -192,37 +195,29 @@ void Channel::end_waiting(uint64_t unique) {
   parked_.erase(unique);
 }
 
-void Channel::handle_interrupt(const FuseRequest& request) {
-  fuse_interrupt_in in{};
-  if (!request.argument(&in)) return;
-  const MutexLock lock(parked_mutex_);
-  const auto it = parked_.find(in.unique);
-  if (it == parked_.end()) {
-    early_interrupts_[next_early_interrupt_++ % early_interrupts_.size()] = in.unique;
-    return;
+// Asks whether the callers of what waits were killed, every 100 ms. (INTERRUPT would tell it sooner
+// and once: of signals that are handled, too, while the request is still being received, while no
+// thread is left to receive it, or to a server that has died.) Returns the milliseconds until the
+// next time; -1: when something waits.
+int Channel::look_at_waiting() {
+  using std::chrono::steady_clock;
+  const auto now = steady_clock::now();
+  if (now < next_look_) {
+    return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(next_look_ - now).count());
   }
-  it->second->interrupted = true;
-  wake_relay();
-}
-
-// Asks whether the callers of what waits and was interrupted were killed; of all that waits while
-// no thread is left that would receive an interrupt. One may be killed later without another
-// message, so the relay thread comes again while this returns true.
-bool Channel::look_at_interrupted() {
-  const bool nobody_receives = receivers_waiting_ >= engine_.config().channel_threads;
-  std::vector<std::shared_ptr<Waiting>> interrupted;
+  std::vector<std::shared_ptr<Waiting>> all;
   {
     const MutexLock lock(parked_mutex_);
+    looks_ = !parked_.empty();
+    if (!looks_) return -1;
     for (const auto& [unique, waiting] : parked_) {
-      const bool may_be_killed = waiting->interrupted || nobody_receives;
-      if (may_be_killed && !waiting->given_up) interrupted.push_back(waiting);
+      if (!waiting->given_up) all.push_back(waiting);
     }
   }
-  for (const std::shared_ptr<Waiting>& waiting : interrupted) {
+  next_look_ = now + kLookEvery;
+  for (const std::shared_ptr<Waiting>& waiting : all) {
     if (waiting->looked_at.exchange(true)) continue;
-    // Who is interrupted waits for the answer, and can be gone only with it. An asynchronous write
-    // goes on when the thread that began it has ended.
-    inspector_.ask([waiting] { return is_killed(waiting->thread).value_or(waiting->interrupted); },
+    inspector_.ask([waiting] { return is_killed(waiting->thread) ? 1 : 0; },
                    [this, waiting](std::optional<int> killed) {
                      waiting->looked_at = false;
                      if (killed.value_or(0) == 0) return;
@@ -230,7 +225,7 @@ bool Channel::look_at_interrupted() {
                      engine_.retry_refused_soon();
                    });
   }
-  return !interrupted.empty();
+  return static_cast<int>(kLookEvery.count());
 }
 
 // --- reading ---

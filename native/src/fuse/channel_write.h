@@ -12,11 +12,9 @@ struct Channel::Waiting {
       : unique(request.unique()), thread(static_cast<pid_t>(request.header().pid)) {}
 
   const uint64_t unique;
-  const pid_t thread;  // of its caller
-  std::atomic<bool> interrupted{false};
+  const pid_t thread;                  // of its caller
   std::atomic<bool> looked_at{false};  // somebody looks whether the caller was killed
-  // The caller was killed. (A signal that is handled only interrupts what can restart.)
-  std::atomic<bool> given_up{false};
+  std::atomic<bool> given_up{false};   // it was
 };
 
 // A write in a landing buffer of its own.

@@ -133,12 +133,10 @@ bool is_killed_in(std::string_view status) {
   return false;
 }
 
-std::optional<bool> is_killed(pid_t thread) {
+bool is_killed(pid_t thread) {
   if (thread <= 0 || !proc_fits()) return false;
   std::string status;
-  const int error = read_of(thread, "status", &status);
-  if (error == ENOENT || error == ESRCH) return std::nullopt;
-  return is_killed_in(status);
+  return read_of(thread, "status", &status) == 0 && is_killed_in(status);
 }
 
 }  // namespace fpfs

@@ -31,8 +31,9 @@ std::optional<int> fatal_signal(pid_t thread);
 int fatal_signal_in(std::string_view stat);
 
 // Whether a fatal signal is pending for the thread (the kernel turns each into SIGKILL); false
-// where it cannot be seen, nothing when it is gone. Reads /proc.
-std::optional<bool> is_killed(pid_t thread);
+// where it cannot be seen or is gone: an asynchronous write goes on when the thread that began it
+// has ended. Reads /proc.
+bool is_killed(pid_t thread);
 
 // The same from the text of /proc/PID/status.
 bool is_killed_in(std::string_view status);

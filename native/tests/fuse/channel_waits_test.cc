@@ -31,47 +31,44 @@ TEST_CASE("channel: a waiting write is given up when its process is killed, and 
   NoSlots none(kernel.engine());
   const uint64_t lives =
       kernel.send(FUSE_WRITE, Kernel::write_body(0, "lives"), static_cast<uint32_t>(getpid()));
-  const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"));
-  const uint64_t patient = kernel.send(FUSE_WRITE, Kernel::write_body(10, "patient"));
-  wait_parked(kernel, 3);
-  for (const uint64_t unique : {lives, killed, uint64_t{12345}}) {
-    fuse_interrupt_in in{};
-    in.unique = unique;
-    kernel.send(FUSE_INTERRUPT, bytes_of(in));
+  // Of a process that has ended by itself, and of a thread that began it and is gone.
+  const Zombie ended(0);
+  const uint64_t patient = kernel.send(FUSE_WRITE, Kernel::write_body(10, "patient"), ended.pid());
+  const uint64_t left = kernel.send(FUSE_WRITE, Kernel::write_body(17, "left"), kNobody);
+  for (int i = 0; i < 2; ++i) {  // also when the relay thread has looked before
+    const Zombie writer(SIGKILL);
+    const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"), writer.pid());
+    CHECK(kernel.wait(killed).error == EINTR);
+    wait_parked(kernel, 3);
   }
-  CHECK(kernel.wait(killed).error == EINTR);
-  wait_parked(kernel, 2);
-  CHECK_FALSE(kernel.answered(lives));
-  CHECK_FALSE(kernel.answered(patient));
+  for (const uint64_t unique : {lives, patient, left}) CHECK_FALSE(kernel.answered(unique));
   none.give();
-  CHECK(kernel.wait(lives).error == 0);
-  CHECK(kernel.wait(patient).error == 0);
-  kernel.check(std::string("livese") + std::string(4, '\0') + "patient");
+  for (const uint64_t unique : {lives, patient, left}) CHECK(kernel.wait(unique).error == 0);
+  kernel.check(std::string("livese") + std::string(4, '\0') + "patientleft");
 }
 
-TEST_CASE("channel: an interrupt that comes before its write waits is not lost") {
+TEST_CASE("channel: interrupts are refused, and the request that is named stays unanswered") {
   Kernel kernel;
   NoSlots none(kernel.engine());
+  const uint64_t waits = kernel.send(FUSE_WRITE, Kernel::write_body(0, "waits"));
+  wait_parked(kernel, 1);
   fuse_interrupt_in in{};
-  in.unique = kernel.next_unique() + 2;  // that of the write, which follows
-  kernel.send(FUSE_INTERRUPT, bytes_of(in));
-  const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"));
-  REQUIRE(killed == in.unique);
-  CHECK(kernel.wait(killed).error == EINTR);
+  in.unique = waits;
+  const uint64_t interrupt = waits | 1;  // FUSE_INT_REQ_BIT of the kernel
+  kernel.send_as(interrupt, FUSE_INTERRUPT, bytes_of(in));
+  CHECK(kernel.wait(interrupt).error == ENOSYS);
+  CHECK(kernel.engine().arena().requests().is_under_way(waits));
+  none.give();
+  CHECK(kernel.wait(waits).error == 0);
 }
 
-TEST_CASE("channel: an interrupted write of a process that cannot be seen waits") {
+TEST_CASE("channel: a write of a process that cannot be seen waits") {
   constexpr uint32_t unseen = 0;  // as the kernel names who is in another PID namespace
   Kernel kernel;
   NoSlots none(kernel.engine());
+  const Zombie writer(SIGKILL);
   const uint64_t waits = kernel.send(FUSE_WRITE, Kernel::write_body(0, "waits"), unseen);
-  const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"));
-  wait_parked(kernel, 2);
-  for (const uint64_t unique : {waits, killed}) {
-    fuse_interrupt_in in{};
-    in.unique = unique;
-    kernel.send(FUSE_INTERRUPT, bytes_of(in));
-  }
+  const uint64_t killed = kernel.send(FUSE_WRITE, Kernel::write_body(0, "killed"), writer.pid());
   CHECK(kernel.wait(killed).error == EINTR);  // that was asked about later
   wait_parked(kernel, 1);
   CHECK_FALSE(kernel.answered(waits));
@@ -151,14 +148,10 @@ TEST_CASE("channel: a waiting copy is given up when its process is killed, and o
   REQUIRE(kernel.fixture().commit(*kernel.file(), true) == 0);
   NoSlots none(kernel.engine());
   const std::string body = copy_body(kHandle, 0, kHandle + 1, 0, kPieceBytes);
-  const uint64_t killed = kernel.send(FUSE_COPY_FILE_RANGE, body);
-  const uint64_t queued = kernel.send(FUSE_COPY_FILE_RANGE, body);
+  const Zombie writer(SIGKILL);
+  const uint64_t killed = kernel.send(FUSE_COPY_FILE_RANGE, body, writer.pid());
+  const uint64_t queued = kernel.send(FUSE_COPY_FILE_RANGE, body, writer.pid());
   const uint64_t lives = kernel.send(FUSE_COPY_FILE_RANGE, body, static_cast<uint32_t>(getpid()));
-  for (const uint64_t unique : {lives, queued, killed}) {
-    fuse_interrupt_in in{};
-    in.unique = unique;
-    kernel.send(FUSE_INTERRUPT, bytes_of(in));
-  }
   CHECK(kernel.wait(killed).error == EINTR);
   CHECK(kernel.wait(queued).error == EINTR);
   CHECK_FALSE(kernel.answered(lives));

@@ -155,10 +155,10 @@ TEST_CASE("surely_lives: a process that is stopped, or that execs, lives") {
   REQUIRE(::waitpid(pid, &status, 0) == pid);
 }
 
-TEST_CASE("is_killed: a pending SIGKILL, and who is gone; not who cannot be seen") {
-  CHECK(is_killed(::getpid()) == false);
-  CHECK(is_killed(0) == false);
-  CHECK(is_killed(0x7fffffff) == std::nullopt);
+TEST_CASE("is_killed: a pending SIGKILL; not who is gone or cannot be seen") {
+  CHECK_FALSE(is_killed(::getpid()));
+  CHECK_FALSE(is_killed(0));
+  CHECK_FALSE(is_killed(0x7fffffff));
   const std::string head = "Name:\tSigPnd:\t100\nGroups:\t" + std::string(100'000, '1') + "\n";
   CHECK(is_killed_in(head + "SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n"));
   CHECK(is_killed_in(head + "SigPnd:\t0000000000000000\nShdPnd:\t0000000000004100\n"));

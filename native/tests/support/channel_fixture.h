@@ -59,23 +59,25 @@ class Kernel {
   }
 
   uint64_t send(uint32_t opcode, const std::string& body, uint32_t pid = kNobody) {
+    send_as(unique_ += 2, opcode, body, pid);
+    return unique_;
+  }
+  void send_as(uint64_t unique, uint32_t opcode, const std::string& body, uint32_t pid = kNobody) {
     fuse_in_header header{};
     header.len = static_cast<uint32_t>(sizeof header + body.size());
     header.opcode = opcode;
-    header.unique = unique_ += 2;
+    header.unique = unique;
     header.nodeid = kIno;
     header.pid = pid;
     const std::string message = bytes_of(header) + body;
     REQUIRE(::send(kernel_.get(), message.data(), message.size(), 0) ==
             static_cast<ssize_t>(message.size()));
-    return header.unique;
   }
   Reply wait(uint64_t unique) {
     while (!replies_.contains(unique)) receive();
     return replies_.extract(unique).mapped();
   }
   Reply ask(uint32_t opcode, const std::string& body) { return wait(send(opcode, body)); }
-  uint64_t next_unique() const { return unique_ + 2; }
   bool answered(uint64_t unique) const { return replies_.contains(unique); }
 
   // The unique of the next message to the kernel; a notification has 0.
@@ -263,7 +265,7 @@ class Zombie {
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
       ::signal(signal, SIG_DFL);  // doctest's handler would report it as a failure
-      if (signal != 0) ::raise(signal);
+      if (signal != 0) ::kill(::getpid(), signal);  // which stays pending of the process
       ::_exit(0);
     }
     siginfo_t info{};
