@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pyfuse3
 import pytest
 import trio.testing
 
+from fpfs.daemon.inodes.table import KERNEL_CACHE_S
 from fpfs.daemon.names.fuse_ops import Operations
 from tests.support.rig import LARGE, Rig, rig
 
@@ -22,6 +27,9 @@ HANDLERS = sorted(
     for name, method in vars(Operations).items()
     if inspect.iscoroutinefunction(method) and name != "forget"
 )
+
+CONTEXT = cast("pyfuse3.RequestContext", SimpleNamespace(uid=0, gid=0, pid=1))
+"""Root's, as far as handlers look."""
 
 
 async def close_in_the_channel(mount: Rig, path: str, content: bytes) -> None:
@@ -67,6 +75,31 @@ async def test_closes_keep_their_order(tmp_path: Path) -> None:
         await mount.commit.make_names_durable()
         committed = [call[1] for call in mount.engine.calls if call[0] == "committed"]
         assert [inodes[ino] for ino in committed][-5:] == names
+
+
+@trio.testing.trio_test
+async def test_the_kernel_keeps_nothing_of_what_a_killed_writer_left(tmp_path: Path) -> None:
+    """It may learn of it after it was told to forget it: whoever asked may take the answer late."""
+
+    async def told() -> tuple[int, set[float]]:
+        operations = Operations(mount.namespace)
+        found = await operations.lookup(pyfuse3.ROOT_INODE, b"step.pt", CONTEXT)
+        again = await operations.getattr(found.st_ino, CONTEXT)
+        assert found.st_size == again.st_size
+        return found.st_size, {found.entry_timeout, found.attr_timeout, again.attr_timeout}
+
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", b"a" * LARGE)
+        await mount.commit.flush_all()
+        assert await told() == (LARGE, {KERNEL_CACHE_S})
+        writer = await mount.open("step.pt", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.write(writer, 0, b"torn")
+        mount.engine.hold_drains()
+        mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+        assert await told() == (len(b"torn"), {0.0})
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert await told() == (LARGE, {KERNEL_CACHE_S})
 
 
 @trio.testing.trio_test

@@ -117,8 +117,11 @@ def _attributes_of(inode: Inode) -> EntryAttributes:
     entry.st_atime_ns = inode.atime_ns
     entry.st_mtime_ns = inode.mtime_ns
     entry.st_ctime_ns = inode.ctime_ns
-    # A former version goes, and another comes, without the kernel's doing.
-    entry.entry_timeout = entry.attr_timeout = 0.0 if inode.kept else float(KERNEL_CACHE_S)
+    # A former version goes, and another comes, without the kernel's doing. So does what a killed
+    # writer left; who looks that up may take the answer into the kernel's memory after the kernel
+    # was told to forget it.
+    may_be_kept = not inode.kept and not inode.killed_by
+    entry.entry_timeout = entry.attr_timeout = float(KERNEL_CACHE_S) if may_be_kept else 0.0
     return entry
 
 
