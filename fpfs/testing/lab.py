@@ -41,7 +41,7 @@ DEVICE_COUNT_MAX = 64
 SIZE_BYTES_MIN = 320 * MIB
 """mkfs.xfs refuses less than 300 MiB."""
 
-BUSY_S = 10.0
+BUSY_S = 60.0
 BUSY_RETRY_S = 0.1
 
 TOOLS = ("losetup", "mkfs.xfs", "mount", "umount")

@@ -38,7 +38,7 @@ from fpfs.testing.warm import WarmCommands
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
-KILL_TIMEOUT_S = 10
+KILL_TIMEOUT_S = 60
 STAGING_DEFAULT = "64M"
 
 _PROBLEM = re.compile(r"^\S+Z (WARNING|ERROR|CRITICAL) ", re.MULTILINE)

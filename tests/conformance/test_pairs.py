@@ -131,7 +131,7 @@ def test_nothing_is_left_of_what_hangs(tmp_path: Path) -> None:
         output=said,
         cwd=tmp_path,
         environment=os.environ,
-        timeout_s=2,
+        timeout_s=5,
         keep=tmp_path,
     )
     assert status is None

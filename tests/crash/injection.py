@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 * 1024
 OLD = random_bytes(5 * CHUNK_BYTES + 1000, seed=41)
 NEW = random_bytes(7 * CHUNK_BYTES + 77, seed=42)
 PIECE_BYTES = 100_000
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SLOTS_KEPT = 2
 """Slots that are in use without anybody's writing: kept ready by a channel thread."""
 ALLOWED = r" (WARNING|ERROR) "

@@ -146,7 +146,7 @@ def test_a_writer_killed_while_it_waits_for_staging_dies(
         wait_until_waiting(child)
         assert mount.status().staging.bytes_used > STAGING_BYTES // 2
         os.kill(child.pid, signal.SIGKILL)
-        assert child.wait(timeout=30) == -signal.SIGKILL  # the device is still frozen
+        assert child.wait(timeout=60) == -signal.SIGKILL  # the device is still frozen
     assert (mount.root / "before").read_bytes() == b"committed"
     freezer.thaw()
     (mount.root / "after").write_bytes(b"goes on")
@@ -196,7 +196,7 @@ for wave in range(waves):
         for pid, _, _ in children:
             os.kill(pid, signal.SIGKILL)
     for pid, process_fd, go_fd in children:
-        if not select.select([process_fd], [], [], 30)[0]:
+        if not select.select([process_fd], [], [], 60)[0]:
             print(f"{pid} of wave {wave} does not die", flush=True)
             os._exit(1)
         assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_many_writers_killed_while_they_wait_for_staging_die(
             tell(killer)
             expect_line(killer, "all died")
             filler.kill()
-            assert filler.wait(timeout=30) == -signal.SIGKILL
+            assert filler.wait(timeout=60) == -signal.SIGKILL
         finally:
             freezer.thaw()
         tell(killer)

@@ -48,7 +48,7 @@ from tests.support.catalogs import (
 
 DAMAGES = int(os.environ.get("FPFS_DAMAGES", "400"))
 DAMAGES_A_TEST = 20
-HANG_S = 30.0
+HANG_S = 60.0
 
 
 async def _record(catalog: Catalog, folder: Path, destination: Path, *, late: range) -> State:

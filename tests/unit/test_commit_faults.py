@@ -24,7 +24,7 @@ from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 from tests.unit.test_commit import committed_size
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 OVERWRITES_MAX = 50
 
 

@@ -35,7 +35,7 @@ from fpfs.core.refusal import Refused
 from fpfs.daemon.catalog.rows.queries import Asker
 from fpfs.daemon.control.server import Access, ControlServer, Handler
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 NOT_KEPT = Failure(ino=18, errno=errno.EIO, message="inode 18 keeps its previous version")
 
 
