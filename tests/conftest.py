@@ -20,12 +20,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing import mounted
 from fpfs.testing.mounted import live_mounts
 from fpfs.testing.warm import WarmCommands
+from tests.support.seeds import IS_LONG
 
 HANG_S = float(os.environ.get("FPFS_TEST_HANG_S", "600"))
 EXIT_HANG = 70
@@ -42,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.umask(0o022)  # A group may not write to device directories.
     config.stash[_terminal_fd] = os.dup(2)
     mounted.warm = WarmCommands()
+    # Examples are the same in every short run, as all random numbers are.
+    hypothesis.settings.register_profile("short", derandomize=True)
+    hypothesis.settings.load_profile("default" if IS_LONG else "short")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
