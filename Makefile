@@ -121,7 +121,7 @@ test-long: $(STAMPS)/tools-test setup ## All Python tests, the long ones, too, w
 .PHONY: golden
 golden: setup $(STAMPS)/tools-test ## Keep the output of --help, tables and JSON as it is now
 	rm -rf tests/golden/help docs/json
-	FPFS_GOLDEN=write $(PYTEST) -q tests/unit/test_help.py tests/fuse/test_golden.py
+	FPFS_GOLDEN=write $(PYTEST) -q tests/unit/cli/test_help.py tests/fuse/commands/test_golden.py
 	git --no-pager diff --stat -- tests/golden docs/json docs/fpfs-ctl.md
 
 .PHONY: test-native
@@ -174,7 +174,7 @@ SEED ?=
 CHANGES ?= sometimes
 .PHONY: crash
 crash: setup ## Cut the power of recorded programs CUTS times, mount what is left, check the promises
-	$(VENV)/bin/python -m tests.crash.power_cut --cuts $(CUTS) --changes $(CHANGES) \
+	$(VENV)/bin/python -m tests.crash.power.cuts --cuts $(CUTS) --changes $(CHANGES) \
 	  $(if $(SEED),--seed $(SEED))
 
 .PHONY: faults
@@ -188,7 +188,7 @@ ARENA_FLIPS ?= 20
 flips: setup test-native ## Flip FLIPS bits in objects, catalogs and the tables of staging memory
 	FPFS_LONG=1 FPFS_OBJECT_FLIPS=$$(($(FLIPS) * 45 / 100)) FPFS_ARENA_FLIPS=$(ARENA_FLIPS) \
 	  FPFS_DAMAGES=$$(($(FLIPS) / 10)) FPFS_TEST_HANG_S=7200 \
-	  $(PYTEST) tests/fuse/test_flips.py tests/unit/test_catalog_copies.py -s $(PYTEST_ARGS)
+	  $(PYTEST) tests/fuse/devices/test_flips.py tests/unit/catalog/test_catalog_copies.py -s $(PYTEST_ARGS)
 	FPFS_FLIPS=$$(($(FLIPS) * 45 / 100)) build/native/tests/fpfs_native_tests -tc='takeover: a wrong bit*'
 
 SOAK_SECONDS ?= 300

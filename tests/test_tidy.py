@@ -19,7 +19,7 @@ FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 FOLDER_FILES_MAX = 25
-ROOMY = ("fpfs", "native")
+ROOMY = ("fpfs", "native", "tests", "benchmarks")
 TEXT_SUFFIXES = (".py", ".cc", ".h", ".cmake", ".toml", ".service")
 PUBLIC_PACKAGES = ("fpfs", "benchmarks")
 

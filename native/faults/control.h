@@ -1,7 +1,8 @@
 // Which call fails: a page that the test and all processes of a mount share.
 //
 // Each kind of call is counted while `counting` is set. The call of `kind` whose number is `at`
-// fails, once, and `fired` says that it did. tests/support/injection.py has the same layout.
+// fails, once, and `fired` says that it did. tests/support/failures/injection.py has the same
+// layout.
 //
 // Threads: any, without locks.
 #pragma once

@@ -2,7 +2,7 @@
 //
 // A file that every recorded process maps. A record takes its place by an atomic addition to the
 // log's tail, so the places of records are one order over all processes and threads; the bytes
-// follow, the flag `written` last. tests/crash/recording.py reads it.
+// follow, the flag `written` last. tests/crash/power/recording.py reads it.
 //
 // An operation has two records: its begin, with everything that was asked, written before the
 // kernel gets to know of it, and its end, with the result, written when it has returned (or its

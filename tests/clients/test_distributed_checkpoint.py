@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.clients.programs.distributed_saves import state as saved_state
-from tests.support.crash import crash_and_mount
+from tests.support.failures.crash import crash_and_mount
 from tests.support.processes import run_program
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.target import Target

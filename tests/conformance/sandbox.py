@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.support.faults import make_ext4
+from tests.support.failures.faults import make_ext4
 from tests.support.processes import run
 
 END_S = 60

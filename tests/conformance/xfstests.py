@@ -28,7 +28,7 @@ from tests.conformance.differences import HANG, PASS, Result
 from tests.conformance.known import named_filesystem
 from tests.conformance.pairs import Pair, Side, arguments_of, conclude, outputs, run_on_pairs
 from tests.conformance.sandbox import ext4_mounted, loop_device, run_alone
-from tests.support.faults import make_ext4
+from tests.support.failures.faults import make_ext4
 from tests.support.processes import REPOSITORY, run
 
 SUITE = "xfstests"

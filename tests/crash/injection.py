@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from fpfs.testing.mounted import CommandFailed, Mount, live_mounts, mounted
 from tests.support.contents import assert_same, random_bytes
-from tests.support.damage import unknown_objects
-from tests.support.injection import ERRORS, Call, Fault, Injector
+from tests.support.failures.damage import unknown_objects
+from tests.support.failures.injection import ERRORS, Call, Fault, Injector
 
 CHUNK_BYTES = 256 * 1024
 OLD = random_bytes(5 * CHUNK_BYTES + 1000, seed=41)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import fpfs
 from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.servers import kill, wait_for_exit
 
 METRICS = "metrics.socket"

@@ -12,7 +12,7 @@ import pytest
 
 from fpfs.daemon.mount.supervisor import FAULTS_MAX, FAULTS_S
 from fpfs.testing.mounted import REPOSITORY
-from tests.support.poison import poisoned_mount
+from tests.support.failures.poison import poisoned_mount
 from tests.support.servers import wait_for_exit
 
 GIVEN_UP = f"{FAULTS_MAX} servers within {FAULTS_S} s died of what they did"

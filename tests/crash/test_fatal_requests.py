@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.servers import kill
 
 TIMEOUT_S = 120

@@ -19,7 +19,7 @@ from fpfs.core.protocol.control import runtime_folders, socket_path
 from fpfs.daemon.mount.fusermount import is_dead
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted, run_fpfs
 from tests.crash.kill import child_of
-from tests.support.poison import HOOK, Orders
+from tests.support.failures.poison import HOOK, Orders
 from tests.support.refusals import refusal
 from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
 from tests.support.waiting import wait_until

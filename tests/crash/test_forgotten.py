@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fpfs.testing.mounted import Mount
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S, kill
 from tests.support.waiting import inodes_used, wait_until
 

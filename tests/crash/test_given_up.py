@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.waiting import inodes_used, wait_until
 
 TIMEOUT_S = 60

@@ -14,7 +14,7 @@ import pytest
 
 from fpfs.daemon.mount.fusermount import ConnectionControl, abort_connection, unmount
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
-from tests.support.poison import Orders, poisoned_mount
+from tests.support.failures.poison import Orders, poisoned_mount
 from tests.support.servers import EXIT_TIMEOUT_S, stop, wait_for_exit
 
 CONTENT = os.urandom(3_000_001)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.disk import Names
-from tests.crash.power_cut import (
+from tests.crash.power.cuts import (
     FORGETTABLE,
     Changes,
     Run,
@@ -24,8 +23,9 @@ from tests.crash.power_cut import (
     cut_again_and_again,
     images_folder,
 )
-from tests.crash.recorded import check_recording
-from tests.crash.recording import (
+from tests.crash.power.disk import Names
+from tests.crash.power.recorded import check_recording
+from tests.crash.power.recording import (
     FIRST_RECORD,
     BadRecording,
     make_log,
@@ -173,7 +173,7 @@ def test_a_record_that_a_killed_process_did_not_finish_is_passed_over(tmp_path: 
 
 
 def test_a_full_log_fails_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.crash.recording.LOG_BYTES", 8192)
+    monkeypatch.setattr("tests.crash.power.recording.LOG_BYTES", 8192)
     folder = tmp_path / "device0"
     folder.mkdir()
     code = "import pathlib, sys; pathlib.Path(sys.argv[1], 'large').write_bytes(bytes(10_000))"

@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 from fpfs.testing import lab
-from tests.support.faults import make_ext4
+from tests.support.failures.faults import make_ext4
 
 SCRIPT = Path(__file__).resolve().parents[2] / "mount_scripts" / "lab"
 MIB = 1024 * 1024

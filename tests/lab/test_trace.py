@@ -11,7 +11,7 @@ import pytest
 
 from fpfs.testing import lab
 from fpfs.testing.mounted import mounted
-from tests.fuse.test_trace import DEADLINE_S, tracing
+from tests.fuse.commands.test_trace import DEADLINE_S, tracing
 from tests.support.chrome_traces import Span, check_format, most_at_once, spans_of
 
 REASON = lab.unavailable_reason()

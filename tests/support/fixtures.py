@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.testing.mounted import Mount
-from tests.support.hostile import never_hanging
+from tests.support.failures.hostile import never_hanging
 from tests.support.target import Target, open_target, plain_target
 
 

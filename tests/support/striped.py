@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fpfs.testing.mounted import Mount
 from tests.support.contents import assert_same, random_bytes
-from tests.support.damage import read_past_caches, whole_size
+from tests.support.failures.damage import read_past_caches, whole_size
 
 
 def make_files(mount: Mount, count: int, *, seed: int = 0) -> dict[str, bytes]:

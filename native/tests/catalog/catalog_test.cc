@@ -1,7 +1,7 @@
 // The catalog's log and sums: what is written is read, what is cut or damaged is not believed.
 //
 // That SQLite reads these logs, and these functions SQLite's, is tested with SQLite in
-// tests/unit/test_catalog_copies.py.
+// tests/unit/catalog/test_catalog_copies.py.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,0 +1,1 @@
+"""``fpfs-ctl`` and the control socket on a real mount."""

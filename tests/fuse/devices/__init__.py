@@ -1,0 +1,1 @@
+"""Device directories under a mount: changed, full, failing, damaged, checked and exported."""

@@ -1,0 +1,1 @@
+"""What POSIX says of files, directories and names, on a real mount."""

@@ -1,0 +1,1 @@
+"""How mounts begin and end: commands, options, users, mount(8), systemd."""

@@ -1,0 +1,1 @@
+"""Catalogs and the name plane without a mount."""

@@ -1,0 +1,1 @@
+"""One test for every module that can be tested without a mount."""

@@ -1,0 +1,1 @@
+"""Commands, their help, and the documents that tell of them."""

@@ -1,0 +1,1 @@
+"""The order of durability, and what a takeover makes of it."""

@@ -1,0 +1,413 @@
+"""Commit and reclaim when something goes wrong, or comes in between."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fpfs.core.engine import ObjectId
+from fpfs.core.errors import CatalogError
+from fpfs.core.protocol.questions import PolicyChange
+from fpfs.daemon.catalog.rows.attributes import Changes
+from fpfs.daemon.catalog.rows.dirents import RenameMode
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES
+from fpfs.daemon.commit import space_gc
+from fpfs.daemon.inodes.table import Inode
+from fpfs.testing.memory_engine import MemoryDevices
+from tests.support.catalog.rig import LARGE, ROOT, SUPERUSER, Rig, rig
+from tests.unit.commit.test_commit import committed_size
+
+PATIENCE_S = 60
+OVERWRITES_MAX = 50
+
+
+async def execute(mount: Rig, statement: str) -> list[tuple[object, ...]]:
+    """Run one statement in the catalog, and return its rows."""
+    return await mount.catalog.write(lambda t: list(t.execute(statement)))
+
+
+async def refuse(mount: Rig, change: str) -> None:
+    """Let the catalog refuse a change, as a failing disk would."""
+    await execute(
+        mount,
+        f"CREATE TRIGGER refuse BEFORE {change} BEGIN SELECT raise(ABORT, 'refused'); END",
+    )
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when a condition holds; fail when it does not for long."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition():
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+async def wait_drains(mount: Rig, count: int = 1) -> None:
+    """Return when drains were asked for so often."""
+    await wait_until(lambda: mount.call_names().count("drain") >= count)
+
+
+@trio.testing.trio_test
+async def test_fsync_reports_that_the_catalog_refused(tmp_path: Path) -> None:
+    """The devices took the bytes, and yet nothing is durable."""
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        inode = await mount.resolve("file")
+        mount.engine.write(handle, 0, b"content")
+        await refuse(mount, "INSERT ON inline")
+        with pytest.raises(OSError, match=r"."):
+            await mount.namespace.files.sync(handle)
+        mount.namespace.files.release(handle)
+        with pytest.raises(OSError, match=r"."):
+            await mount.commit.wait_durable(inode.ino)
+        assert await committed_size(mount, "file") == 0
+        await execute(mount, "DROP TRIGGER refuse")
+        await mount.commit.wait_durable(inode.ino)
+        assert await committed_size(mount, "file") == 7
+
+
+@trio.testing.trio_test
+async def test_a_synchronous_write_that_is_not_durable_is_answered_with_its_error(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file", flags=os.O_WRONLY | os.O_SYNC)
+        inode = await mount.resolve("file")
+        mount.engine.fail_drains(inode.ino, errno.EIO)
+        mount.engine.write(handle, 0, b"content")
+        await wait_until(lambda: bool(mount.engine.answers))
+        assert list(mount.engine.answers.values()) == [errno.EIO]
+
+
+@trio.testing.trio_test
+async def test_close_reports_the_error_that_the_background_met(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        inode = await mount.resolve("file")
+        mount.engine.fail_drains(inode.ino, errno.EIO)
+        mount.engine.write(handle, 0, b"content")
+        assert len(await mount.commit.flush_all()) == 1
+        with pytest.raises(OSError, match="Input/output error"):
+            await mount.namespace.files.flush(handle)
+        await mount.namespace.files.flush(handle)
+
+
+@trio.testing.trio_test
+async def test_flush_all_covers_what_is_open(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        mount.engine.write(handle, 0, bytes(LARGE))
+        assert await mount.commit.flush_all() == ()
+        assert mount.catalog.all_durable
+        assert await committed_size(mount, "file") == LARGE
+
+
+@trio.testing.trio_test
+async def test_what_is_written_during_a_drain_is_a_version_of_its_own(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        mount.engine.hold_drains()
+        await mount.write_file("file", b"first")
+        await wait_drains(mount)
+        handle = await mount.open("file")
+        mount.engine.write(handle, 5, b" and second")
+        mount.namespace.files.release(handle)
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 16
+
+
+@trio.testing.trio_test
+async def test_a_closed_file_is_drained_before_it_is_opened_again(tmp_path: Path) -> None:
+    """What is given to the drain of a close holds nothing of the next writer."""
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", bytes(LARGE))
+        mount.engine.calls.clear()
+        handle = await mount.open("file")
+        names = mount.call_names()
+        assert names.index("drain") < names.index("open")
+        mount.engine.write(handle, 0, b"more")
+        mount.namespace.files.release(handle)
+        await mount.commit.make_names_durable()
+        assert mount.call_names().count("drain") == 2
+
+
+@trio.testing.trio_test
+async def test_a_truncation_waits_for_the_drain(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        mount.engine.hold_drains()
+        await mount.write_file("file", bytes(LARGE))
+        inode = await mount.resolve("file")
+        await wait_drains(mount)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.namespace.files.truncate, inode, 10)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert "truncate" not in mount.call_names()
+            mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 10
+
+
+@trio.testing.trio_test
+async def test_a_truncation_alone_is_committed(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.make_names_durable()
+        inode = await mount.resolve("file")
+        await mount.namespace.set_attributes(inode.ino, Changes(), size=70_000, caller=SUPERUSER)
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 70_000
+        mount.namespace.files.release(await mount.open("file", flags=os.O_RDONLY | os.O_TRUNC))
+        await mount.commit.make_names_durable()
+        assert await committed_size(mount, "file") == 0
+
+
+@trio.testing.trio_test
+async def test_an_exchange_commits_both_files_first(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        for name, size in (("a", LARGE), ("b", 10)):
+            handle = await mount.create(name)
+            mount.engine.write(handle, 0, bytes(size))
+        await mount.namespace.entries.rename((ROOT, b"a"), (ROOT, b"b"), RenameMode.EXCHANGE)
+        assert await committed_size(mount, "a") == 10
+        assert await committed_size(mount, "b") == LARGE
+
+
+@trio.testing.trio_test
+async def test_waiting_for_a_writer_that_writes_nothing_ends_with_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        inode = await mount.resolve("file")
+        await mount.commit.make_names_durable()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.commit.wait_durable, inode.ino)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            with trio.fail_after(PATIENCE_S):
+                mount.namespace.files.release(handle)
+                while nursery.child_tasks:
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+@trio.testing.trio_test
+async def test_privileges_dropped_by_a_write_can_be_given_again(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("file")
+        inode = await mount.resolve("file")
+        for _ in range(2):
+            await mount.namespace.set_attributes(
+                inode.ino, Changes(permissions=0o6755), size=None, caller=SUPERUSER
+            )
+            assert inode.mode & 0o7777 == 0o6755
+            mount.engine.write(handle, 0, b"mine")
+            await mount.namespace.files.sync(handle)
+            assert inode.mode & 0o7777 == 0o6755
+            mount.engine.write_by_others(inode.ino)
+            await mount.namespace.files.sync(handle)
+            assert inode.mode & 0o7777 == 0o755
+
+
+@trio.testing.trio_test
+async def test_pages_are_kept_from_open_to_open_while_nothing_changes(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"content")
+        inode = await mount.resolve("file")
+
+        async def keeps() -> bool:
+            opened = await mount.namespace.files.open(inode, flags=os.O_RDONLY)
+            mount.namespace.files.release(opened.handle)
+            return opened.keep_cache
+
+        assert [await keeps(), await keeps(), await keeps()] == [False, True, True]
+        writer = await mount.open("file")
+        assert not await keeps()
+        # Pages that were read while somebody wrote are not to be trusted.
+        mount.namespace.files.release(writer)
+        assert [await keeps(), await keeps()] == [False, True]
+        await mount.namespace.files.truncate(inode, 3)
+        assert [await keeps(), await keeps()] == [False, True]
+
+
+@trio.testing.trio_test
+async def test_objects_of_a_version_that_was_never_committed_are_removed_with_the_file(
+    tmp_path: Path,
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await refuse(mount, "INSERT ON segments")
+        await mount.write_file("file", bytes(LARGE))
+        assert len(await mount.commit.flush_all()) == 1
+        assert len(devices.objects) == 2
+        await execute(mount, "DROP TRIGGER refuse")
+        await mount.namespace.entries.unlink(ROOT, b"file")
+        await mount.commit.flush_all()
+        assert devices.objects == {}
+
+
+@trio.testing.trio_test
+async def test_a_deletion_that_fails_is_done_by_the_next_mount(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.flush_all()
+        await refuse(mount, "DELETE ON inodes")
+        await mount.namespace.entries.unlink(ROOT, b"file")
+        await mount.commit.flush_all()
+        assert "cannot be deleted now" in caplog.text
+        await mount.write_file("other", b"fine")
+        assert await mount.commit.flush_all() == ()
+        await execute(mount, "DROP TRIGGER refuse")
+        assert len(devices.objects) == 2
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.commit.flush_all()
+        assert devices.objects == {}
+
+
+@trio.testing.trio_test
+async def test_a_flush_does_not_wait_for_those_who_overwrite_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as mount:
+        remove = mount.engine.remove_objects
+        overwritten = 0
+
+        async def overwrite_and_remove(objects: Sequence[ObjectId]) -> None:
+            nonlocal overwritten
+            overwritten += 1
+            if overwritten < OVERWRITES_MAX:
+                await mount.write_file("file", bytes(LARGE))
+                await mount.write_file("gone", bytes(LARGE))
+                await mount.commit.make_names_durable()
+                await mount.namespace.entries.unlink(ROOT, b"gone")
+            await remove(objects)
+
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.flush_all()
+        monkeypatch.setattr(mount.engine, "remove_objects", overwrite_and_remove)
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.flush_all()
+        assert 1 <= overwritten < OVERWRITES_MAX
+
+
+@trio.testing.trio_test
+async def test_more_nameless_files_than_fit_one_transaction_go_at_the_next_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        for number in range(5):
+            await mount.write_file(f"f{number}", bytes(LARGE))
+            await mount.open(f"f{number}")
+        await mount.commit.flush_all()
+        for number in range(5):
+            await mount.namespace.entries.unlink(ROOT, f"f{number}".encode())
+    monkeypatch.setattr(space_gc, "DELETIONS_MAX", 2)
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.commit.flush_all()
+        assert devices.objects == {}
+        assert await execute(mount, "SELECT count(*) FROM inodes") == [
+            (1 + len(FIXED_DIRECTORIES),)
+        ]
+
+
+@trio.testing.trio_test
+async def test_a_damaged_removal_is_forgotten_and_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.write_file("file", bytes(LARGE))
+        await mount.commit.flush_all()
+        device, object_ = next(iter(devices.objects))
+        await execute(
+            mount, f"INSERT INTO removals VALUES (900000, {device}, {object_}, 0, 0, 12345)"
+        )
+    with caplog.at_level(logging.ERROR):
+        async with rig(tmp_path, devices=devices) as mount:
+            await mount.commit.flush_all()
+            assert len(devices.objects) == 2
+            assert await execute(mount, "SELECT count(*) FROM removals") == [(0,)]
+            assert await mount.read_file("file") == bytes(LARGE)
+    assert "removal 900000 fails its checksum" in caplog.text
+
+
+@pytest.mark.parametrize("fail", ["load", "open", "truncate"])
+@trio.testing.trio_test
+async def test_an_open_that_fails_leaves_nothing_open(
+    fail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"content")
+        await mount.commit.flush_all()
+        inode = await mount.resolve("file")
+
+        def refuse_now(*_arguments: object, **_options: object) -> Awaitable[None]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mount.engine, fail, refuse_now)
+            with pytest.raises(OSError, match="No space left on device"):
+                await mount.namespace.files.open(inode, flags=os.O_RDWR | os.O_TRUNC)
+        assert mount.namespace.files.open_count == 0
+        assert inode.users == 0
+        names = mount.call_names()
+        assert names.count("open") == names.count("release")
+        assert await mount.read_file("file") == b"content"
+
+
+@pytest.mark.parametrize("names", [("one",), ("one", "two")])
+@trio.testing.trio_test
+async def test_what_fails_after_the_transaction_is_no_failure_to_commit(
+    names: Sequence[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(_ino: int) -> Inode:
+        raise CatalogError("the device of the catalog fails")
+
+    async with rig(tmp_path) as mount:
+        await mount.policies.change(ROOT, PolicyChange(values={"versions": "1"}))
+        for content in (b"first", b"second"):
+            for name in names:
+                await mount.write_file(name, content)
+            await mount.commit.wait_queued()
+        before = mount.commit.statistics()
+        handles = [await mount.open(name, flags=os.O_WRONLY | os.O_TRUNC) for name in names]
+        with monkeypatch.context() as failing:
+            failing.setattr(mount.inodes, "get", fail)
+            for handle in handles:
+                mount.engine.write(handle, 0, b"third")
+                mount.namespace.files.release(handle)
+            await mount.commit.wait_queued()
+        after = mount.commit.statistics()
+        assert after.failures == ()
+        assert after.committed - before.committed == len(names)
+        assert after.transactions - before.transactions == 1
+        for name in names:
+            assert await mount.read_file(name) == b"third"
+    assert "former versions cannot be let go before the next mount" in caplog.text
+
+
+@trio.testing.trio_test
+async def test_a_writer_whose_open_fails_is_not_counted(tmp_path: Path) -> None:
+    async def fail(_inode: Inode) -> None:
+        raise CatalogError("the trace cannot begin")
+
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"content")
+        inode = await mount.resolve("file")
+        await mount.commit.wait_queued()
+        users = inode.users
+        mount.namespace.files.on_writer(fail)
+        with pytest.raises(CatalogError):
+            await mount.open("file", flags=os.O_RDWR)
+        files = mount.namespace.files
+        assert (files.open_count, files.writers) == (0, 0)
+        assert (inode.handles, inode.writers, inode.users) == (0, 0, users)

@@ -1,0 +1,1 @@
+"""Device directories, policies, and what works on them in use."""

@@ -1,0 +1,1 @@
+"""The namespace and pyfuse3's operations, over the memory engine."""
