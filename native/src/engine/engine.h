@@ -232,7 +232,7 @@ class Engine : public Plane {
   uint64_t verify(std::vector<StoredRange> ranges) EXCLUDES(verify_mutex_);
 
   // Copies ranges, one behind the other, to a fresh object of the device `to`, and flushes that.
-  // The event names it, and what could not be read or is damaged (engine_copy.cc).
+  // The event names it, and what could not be read or is damaged (engine_evacuate.cc).
   uint64_t copy(uint16_t to, std::vector<CopiedRange> ranges) EXCLUDES(verify_mutex_);
 
   // Tells `side` of changes from now on; ends it before the devices.

@@ -286,7 +286,7 @@ class File : public std::enable_shared_from_this<File> {
   // Everything on the devices that is this file's.
   std::vector<std::pair<uint16_t, uint64_t>> objects() EXCLUDES(mutex_);
 
-  // --- moving to the devices (file_drain.cc) ---
+  // --- moving to the devices (file_issue.cc, file_drain.cc) ---
   void drain(bool last, DrainDone done) EXCLUDES(mutex_);
   void committed(uint64_t sequence) EXCLUDES(mutex_);
   // Forgets everything since the last commit, and begins with this content again. For a file that
@@ -364,6 +364,7 @@ class File : public std::enable_shared_from_this<File> {
   // Enters what just happened into the journal, where a restart finds it. False: there is no room.
   bool note(const std::function<Status(Journal&, const FileState&)>& enter) REQUIRES(mutex_);
   void note_state_now() REQUIRES(mutex_);
+  void note_acknowledged(uint64_t bytes) REQUIRES(mutex_);
 
   // file_recover.cc
   void replay_all(const Leftover& left, bool trim) REQUIRES(mutex_);
@@ -438,8 +439,10 @@ class File : public std::enable_shared_from_this<File> {
                          Actions& actions) REQUIRES(mutex_);
   void punch_blocks(uint64_t offset, uint64_t end, Done done, Actions& actions) REQUIRES(mutex_);
   void punch_inline(uint64_t offset, uint64_t end) REQUIRES(mutex_);
+  void give_up(const std::vector<Extent>& gone, Actions& actions) REQUIRES(mutex_);
+  bool give_back_fresh(Actions& actions, std::function<void()> done) REQUIRES(mutex_);
 
-  // file_drain.cc
+  // file_issue.cc
   void seal(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void seal_all(Actions& actions) REQUIRES(mutex_);
   bool may_issue(const Slot* slot) REQUIRES(mutex_);
@@ -455,10 +458,13 @@ class File : public std::enable_shared_from_this<File> {
   void fetched(SlotIo* io, int result, Actions& actions) REQUIRES(mutex_);
   void write_failed(std::unique_ptr<SlotIo> io, int result, Actions& actions) REQUIRES(mutex_);
   void give_up_place(const Extent& extent, Actions& actions) REQUIRES(mutex_);
-  void give_up(const std::vector<Extent>& gone, Actions& actions) REQUIRES(mutex_);
-  bool give_back_fresh(Actions& actions, std::function<void()> done) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void retire_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
+  bool adopt(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
+  void map_written(const WrittenExtent& written, Actions& actions) REQUIRES(mutex_);
+  void trace_chunk(const Slot& slot) REQUIRES(mutex_);
+
+  // file_drain.cc
   void add_barrier(
       std::function<void(Actions&, int)> reached, Actions& actions,
       std::function<void()> begun = [] {}) REQUIRES(mutex_);
@@ -467,11 +473,7 @@ class File : public std::enable_shared_from_this<File> {
   void note_begun() REQUIRES(mutex_);
   void note_reached() REQUIRES(mutex_);
   void keep_places() REQUIRES(mutex_);
-  bool adopt(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
-  void map_written(const WrittenExtent& written, Actions& actions) REQUIRES(mutex_);
   void note_state(SnapshotData* base) REQUIRES(mutex_);
-  void note_acknowledged(uint64_t bytes) REQUIRES(mutex_);
-  void trace_chunk(const Slot& slot) REQUIRES(mutex_);
   SnapshotData snapshot(SnapshotData base, bool last) REQUIRES(mutex_);
   std::string compose_inline() REQUIRES(mutex_);
   void flush_objects(bool last, SnapshotData snapshot, DrainDone done, Actions& actions)
