@@ -26,6 +26,7 @@ from fpfs.testing.mounted import CommandFailed, Mount, live_mounts, mounted
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.damage import unknown_objects
 from tests.support.failures.injection import ERRORS, Call, Fault, Injector
+from tests.support.servers import wait_collected
 
 CHUNK_BYTES = 256 * 1024
 OLD = random_bytes(5 * CHUNK_BYTES + 1000, seed=41)
@@ -123,10 +124,7 @@ class Saver:
         assert not left or may_fail, f"objects are left over: {left}"
         self.mount.mount()
         # What a version had that was not kept goes in the background, also after an orderly end.
-        self._wait(self._is_collected, "objects are looked for without end")
-
-    def _is_collected(self) -> bool:
-        return self.mount.status().recovery.objects_removed is not None
+        wait_collected(self.mount)
 
     def _check(self, path: Path, *, worked: bool) -> None:
         """The new content, or the one before and the program was told."""

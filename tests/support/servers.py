@@ -26,6 +26,16 @@ def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> None:
     mount.note_processes()
 
 
+def wait_collected(mount: Mount) -> None:
+    """Return when nobody looks for objects that no version refers to any more.
+
+    A server looks in the background; one that ends meanwhile leaves the rest to the next.
+    """
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while mount.status().recovery.objects_removed is None:
+        assert time.monotonic() < deadline_s, "objects are looked for without end"
+
+
 def stop(pid: int) -> None:
     """Stop a process, and wait until each of its threads has stopped: kill(2) returns before."""
     os.kill(pid, signal.SIGSTOP)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from fpfs.testing.mounted import CommandFailed, Mount, live_mounts, mounted, run
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.damage import blocks_of, unknown_objects
 from tests.support.failures.faults import MEBIBYTE, Filesystem, faulty_mount
+from tests.support.servers import wait_collected
 
 OLD = random_bytes(4 * MEBIBYTE, seed=31)
 NEW = random_bytes(3 * MEBIBYTE + 5, seed=32)
 SMALL = b"a content that lies in the catalog"
 
-HANG_S = 60.0
 MISSING = r"fpfs\.server: device {number} is missing \(.*\): what lies there gives EIO"
 UNREADABLE = r"fpfs\.engine: inode \d+: what lies on device \d cannot be read: "
 AVOIDED = r"fpfs\.engine: device \d failed \(.*\): new chunks avoid it"
@@ -125,13 +124,6 @@ def check_without(mount: Mount, number: int) -> None:
     shown = run_fpfs("status", mount.root, module="fpfs.cli.ctl").stdout
     assert f"warning: device {number} ({mount.devices[number]}): missing: " in shown
     assert os.statvfs(mount.root).f_bavail > 0
-
-
-def wait_collected(mount: Mount) -> None:
-    """Return when nobody looks for objects that no version refers to any more."""
-    deadline_s = time.monotonic() + HANG_S
-    while mount.status().recovery.objects_removed is None:
-        assert time.monotonic() < deadline_s, "objects are looked for without end"
 
 
 @pytest.mark.parametrize("is_empty", [False, True], ids=["gone", "empty"])
