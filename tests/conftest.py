@@ -45,8 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_terminal_fd] = os.dup(2)
     mounted.warm = WarmCommands()
     # Examples are the same in every short run, as all random numbers are.
-    hypothesis.settings.register_profile("short", derandomize=True)
-    hypothesis.settings.load_profile("default" if IS_LONG else "short")
+    # None has a deadline: a busy machine would miss it.
+    hypothesis.settings.register_profile("short", derandomize=True, deadline=None)
+    hypothesis.settings.register_profile("long", deadline=None)
+    hypothesis.settings.load_profile("long" if IS_LONG else "short")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

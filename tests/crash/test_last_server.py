@@ -141,6 +141,7 @@ def mount_with_number(number: str, root: Path, stack: contextlib.ExitStack) -> M
     return None
 
 
+@pytest.mark.alone  # others could take the number
 def test_a_mount_that_ends_takes_none_away_that_was_made_in_its_place(
     poisoned: tuple[Mount, Orders],
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_mount_that_ends_takes_none_away_that_was_made_in_its_place(
         pytest.skip("another program got the number of the mount")
 
 
+@pytest.mark.alone
 def test_what_ends_a_connection_ends_no_other() -> None:
     with mounted() as former:
         entry = former.entry()

@@ -261,7 +261,6 @@ def run_examples(machine: type[FilesystemMachine], *, count: int, derandomize: b
         settings=settings(
             max_examples=count,
             stateful_step_count=60,
-            deadline=None,
             derandomize=derandomize,
             database=None,
             print_blob=True,

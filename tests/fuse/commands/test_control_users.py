@@ -362,7 +362,6 @@ LINES = st.one_of(
 
 @hypothesis.settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(lines=st.lists(LINES, max_size=5), is_cut=st.booleans())

@@ -334,7 +334,6 @@ OWNED = st.tuples(MODES, USERS, USERS)
 
 @hypothesis.settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(

@@ -417,7 +417,6 @@ async def check_nothing_leaks(mount: Rig, devices: MemoryDevices) -> None:
 
 @settings(
     max_examples=int(os.environ.get("FPFS_MODEL_EXAMPLES", "60")),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(steps=st.lists(operations, min_size=10, max_size=40), crash=st.booleans())

@@ -246,7 +246,6 @@ LINES = st.lists(ASKED | st.binary(max_size=200) | st.just(b"x" * 70_000), max_s
 
 @hypothesis.settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(lines=LINES, cuts=st.lists(st.integers(1, 5000), max_size=5))

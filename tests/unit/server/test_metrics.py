@@ -285,7 +285,7 @@ async def test_what_is_no_request_is_refused_and_closed(request_: bytes) -> None
         assert (await scrape(served)).endswith(b"figures")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=200), max_size=5), st.booleans())
 def test_any_bytes_leave_it_serving(pieces: list[bytes], is_prefixed: bool) -> None:
     async def run() -> None:
