@@ -16,7 +16,7 @@
 #include <cstring>
 #include <utility>
 
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 #include "fuse/fatal_signal.h"
 
 namespace fpfs {

@@ -1,7 +1,7 @@
 // FLUSH and RELEASE, which need Python less often than they come.
 #include <fcntl.h>
 
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 #include "fuse/fatal_signal.h"
 
 namespace fpfs {

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <utility>
 
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 
 namespace fpfs {
 

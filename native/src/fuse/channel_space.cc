@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 
 namespace fpfs {
 namespace {

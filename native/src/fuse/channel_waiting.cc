@@ -1,7 +1,7 @@
 // Requests that wait for room, for space or for a file: kept, and given up when their callers die.
 #include <utility>
 
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 #include "fuse/fatal_signal.h"
 
 namespace fpfs {

@@ -1,5 +1,5 @@
 // WRITE: into staging and answered, or parked until there is room.
-#include "fuse/channel_write.h"
+#include "fuse/channel_waiting.h"
 
 #include <fcntl.h>
 
