@@ -422,6 +422,36 @@ def test_a_killed_writer_and_a_server_that_dies_before_its_version_is_stored(mou
         assert len(os.listdir(mount.root / ".fpfs/partial")) == 1
 
 
+def test_who_was_on_the_way_to_open_what_a_killed_writer_began_finds_no_file(mount: Mount) -> None:
+    """Also where another server answers, which has not seen how it lost its name."""
+    mount.allow_log(r"the writer of step\.pt was cut off by SIGKILL")
+    path = mount.root / "step.pt"
+    code = """if True:
+        import signal, sys
+        stream = open(sys.argv[1], "wb", buffering=0)
+        stream.write(b"torn" * 1_000_000)
+        print("written", flush=True)
+        signal.pause()
+    """
+    with python_child(code, path) as child:
+        expect_line(child, "written")
+        # The kernel knows the inode, as it does of whoever has come so far with an open(2).
+        known = os.open(path, os.O_PATH)
+        child.kill()
+        child.wait()
+    try:
+        mount.flush()
+        assert not path.exists()
+        for _ in range(2):
+            with pytest.raises(OSError, match="Stale"):
+                os.open(f"/proc/self/fd/{known}", os.O_RDONLY)
+            with pytest.raises(OSError, match="Stale"):
+                os.truncate(f"/proc/self/fd/{known}", 0)
+            kill(mount)
+    finally:
+        os.close(known)
+
+
 def test_who_writes_when_everything_dies_has_not_finished(mount: Mount) -> None:
     """Nobody sees whether a writer goes with keeper and server, as in a container that ends."""
     good, torn = os.urandom(5_000_001), b"torn" * 1_000_000

@@ -156,10 +156,11 @@ class Worker:
         before, after = self.expected.get(name), hashlib.sha256(content).digest()
         allowed = {b"": [before], b"w": [before, after], b"wc": [after]}[said]
         try:
-            found = hashlib.sha256((self.folder / name).read_bytes()).digest()
+            shown = (self.folder / name).read_bytes()
         except FileNotFoundError:
-            found = None
-        size = None if found is None else (self.folder / name).stat().st_size
+            found, size = None, None
+        else:
+            found, size = hashlib.sha256(shown).digest(), len(shown)
         assert found in allowed, f"{name} shows what a killed writer left: {size} bytes, {said!r}"
         if found is not None:
             self.expected[name] = found

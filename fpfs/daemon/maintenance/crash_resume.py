@@ -236,7 +236,11 @@ class TakeOver:
         """Hold inodes without a name until the kernel forgets them: it may refer to any of them."""
         self._inodes.lookups_known = False
         for ino in unnamed:
-            (await self._inodes.get(ino)).lookups = LOOKUPS_UNKNOWN
+            inode = await self._inodes.get(ino)
+            inode.lookups = LOOKUPS_UNKNOWN
+            # A killed writer's, whose name went with what it left: who was on the way to open it by
+            # that name comes here. What lost its name otherwise was closed, or is open.
+            inode.stale = inode.unfinished and inode.handles == 0
 
     async def _load(self, ino: int) -> Inode | None:
         """A regular file's inode, loaded and in use until the end."""
