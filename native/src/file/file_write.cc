@@ -207,7 +207,9 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
     for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
       Extent extent;
       if (piece.slot->reserved[b] && piece.slot->device == piece.device) continue;
-      if (map_.find(first + b, &extent) && extent.place.unwritten && !on_its_way(b)) continue;
+      const bool has_place =
+          map_.find(first + b, &extent) && extent.place.unwritten && extent.place.device != moving_;
+      if (has_place && !on_its_way(b)) continue;
       blocks->set(b);
     }
   };
@@ -452,8 +454,9 @@ Pressure File::seal_for_pressure(Slot* slot, uint64_t chunk, bool may_grow) {
 }
 
 Pressure File::leave_inline_for_pressure(bool may_grow, Actions& actions) {
-  const bool promised = std::any_of(appenders_.begin(), appenders_.end(),
-                                    [](const auto& entry) { return entry.second->has(1); });
+  const bool promised = std::any_of(appenders_.begin(), appenders_.end(), [](const auto& entry) {
+    return entry.second->blocks_left() != 0;
+  });
   if (!may_grow && !promised) return Pressure::Refused;
   const Outcome outcome = leave_inline(-1, actions);
   if (outcome.progress == Progress::Wait) return Pressure::Growing;
