@@ -171,6 +171,8 @@ def open_engine(
     channel_threads: int,
     object_base: int,
     reserve_bytes: int,
+    kept_percent: int,
+    first_object_bytes: int,
     ack: str,
     cpu_latency_path: str,
     take_over: bool,

@@ -64,8 +64,8 @@ def mount(
         Parameter(
             name=["--option", "-o"],
             negative="",
-            help="Options as in fstab, a,b=c: the flags here, whole, metrics, checksums, adopt, ro,"
-            " nosuid, noatime, allow_other, noallow_other, ...; README.md has the table.",
+            help="Options as in fstab, a,b=c: the flags here, whole, reuse, metrics, checksums,"
+            " adopt, ro, nosuid, noatime, allow_other, ...; docs/mounting.md has the table.",
         ),
     ] = None,
     foreground: Annotated[bool, Parameter(negative="", show_default=False)] = False,

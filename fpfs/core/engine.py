@@ -53,6 +53,9 @@ BLOCK_BYTES = 64 * 1024
 SEGMENT_BLOCKS = 1024
 """Blocks that one layout segment (one catalog row) describes: 64 MiB of a file."""
 
+FIRST_OBJECT_BYTES = 8 * 1024 * 1024
+"""What a file's first object on a device may hold; each further one holds as much as all before."""
+
 RESERVE_BYTES = 8 * 1024 * 1024
 """What the engine leaves free on a device's filesystem, so that the catalog can still write."""
 
@@ -84,9 +87,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     in this filesystem; object names made by this engine start at ``object_base << 32``.
     `arena_path` names a file on tmpfs that the engine creates (mode 0600), or "" for a memfd.
     `cpu_latency_path` is ``/dev/cpu_dma_latency`` where processors are to be kept out of deep idle
-    states while requests come in bursts, or "". With `take_over` the arena is there already: a
-    server that died left it, and `Engine.left` says what it holds. Without `checksums` contents are
-    written without and read unchecked.
+    states while requests come in bursts, or "". `kept_percent` is how much of each device removed
+    objects of twice `first_object_bytes` and more may go on to hold, for new bytes. With
+    `take_over` the arena is there already: a server that died left it, and `Engine.left` says what
+    it holds. Without `checksums` contents are written without and read unchecked.
     """
 
     devices: tuple[DeviceConfig, ...]
@@ -99,6 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     channel_threads: int = 1
     object_base: int = 1
     reserve_bytes: int = RESERVE_BYTES
+    kept_percent: int = 0
+    first_object_bytes: int = FIRST_OBJECT_BYTES
     ack: str = "early"
     cpu_latency_path: str = ""
     take_over: bool = False

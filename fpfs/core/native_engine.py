@@ -64,6 +64,8 @@ class NativeEngine:
             channel_threads=config.channel_threads,
             object_base=config.object_base,
             reserve_bytes=config.reserve_bytes,
+            kept_percent=config.kept_percent,
+            first_object_bytes=config.first_object_bytes,
             ack=config.ack,
             cpu_latency_path=config.cpu_latency_path,
             take_over=config.take_over,

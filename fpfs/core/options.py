@@ -28,6 +28,8 @@ STAGING_BYTES_DEFAULT_MAX = 1024**3
 DEPTH_MAX = 1024
 RECEIVERS_MAX = 64
 RECEIVERS_DEFAULT_MAX = 8
+REUSE_PERCENT_DEFAULT = 25
+REUSE_PERCENT_MAX = 90
 DIGITS_MAX = 9
 
 
@@ -81,6 +83,8 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     depth: int = 16
     receivers: int = msgspec.field(default_factory=default_receivers)
+    reuse: int = REUSE_PERCENT_DEFAULT
+    """Per cent of each device that removed files may go on to hold for new ones."""
     idle: Idle = Idle.SHALLOW
     whole: tuple[str, ...] = WHOLE_DEFAULT
     checksums: Checksums = Checksums.ON
@@ -140,6 +144,7 @@ _EXAMPLES = {
     "chunk": "1M",
     "depth": "16",
     "receivers": "4",
+    "reuse": "25",
     "idle": "deep",
     "whole": "*.pt:*.safetensors",
     "checksums": "off",
@@ -197,7 +202,7 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
             return name, _choice(Backend, name, value)
         case "staging" | "chunk":
             return f"{name}_bytes", parse_size_bytes(value, name=name)
-        case "depth" | "receivers":
+        case "depth" | "receivers" | "reuse":
             return name, _count(name, value)
         case "idle":
             return name, _choice(Idle, name, value)
@@ -303,6 +308,12 @@ def _check(options: MountOptions, typed: Mapping[str, str]) -> None:
             asked=f"depth={options.depth}",
             wrong=f"the depth of a device's queue is 1 to {DEPTH_MAX}",
             remedy="take 16 unless measured otherwise",
+        )
+    if options.reuse > REUSE_PERCENT_MAX:
+        raise Refused(
+            asked=f"reuse={options.reuse}",
+            wrong=f"removed files go on to hold 0 to {REUSE_PERCENT_MAX} per cent of a device",
+            remedy=f"take {REUSE_PERCENT_DEFAULT}, or 0 to give everything back at once",
         )
 
 

@@ -75,7 +75,8 @@ class DeviceStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     `in_flight` are requests that the kernel works on, `queued` those that wait before that. The
     latencies are from there to completion, of transfers and flushes that failed, too; `errors` are
-    requests of any kind that failed.
+    requests of any kind that failed. `kept_bytes` are of removed objects that are kept for new
+    bytes, and count as free.
     """
 
     bytes_written: int
@@ -84,6 +85,7 @@ class DeviceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int
     queued: int
     errors: int
+    kept_bytes: int
     checksum_errors: int
     read_errors: int
     write_latency: Durations
@@ -123,6 +125,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     staging: StagingStatistics = StagingStatistics()
     devices: Mapping[int, DeviceStatistics] = {}
     channel: ChannelStatistics = ChannelStatistics()
+
+    @property
+    def kept_bytes(self) -> Mapping[int, int]:
+        """What each device keeps of removed objects."""
+        return {number: device.kept_bytes for number, device in self.devices.items()}
 
 
 class Unsaved(msgspec.Struct, frozen=True, kw_only=True):

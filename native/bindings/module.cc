@@ -116,6 +116,7 @@ nb::dict statistics(Engine& engine) {
     entry["in_flight_max"] = s.requests_in_flight_max;
     entry["queued"] = s.requests_queued;
     entry["errors"] = s.errors;
+    entry["kept_bytes"] = s.kept_bytes;
     entry["write_latency"] = histogram(s.write_latency);
     entry["read_latency"] = histogram(s.read_latency);
     entry["flush_latency"] = histogram(s.flush_latency);
@@ -157,8 +158,8 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
                          std::string arena_path, std::string filesystem_id, uint64_t staging_bytes,
                          uint64_t slot_bytes, uint32_t depth, const std::string& backend,
                          uint32_t channel_threads, uint64_t object_base, uint64_t reserve_bytes,
-                         const std::string& ack, std::string cpu_latency_path, bool take_over,
-                         bool checksums) {
+                         uint32_t kept_percent, uint64_t first_object_bytes, const std::string& ack,
+                         std::string cpu_latency_path, bool take_over, bool checksums) {
   EngineConfig config;
   config.devices = std::move(devices);
   config.arena_path = std::move(arena_path);
@@ -172,6 +173,8 @@ EngineConfig make_config(std::vector<std::pair<uint16_t, std::string>> devices,
   config.channel_threads = channel_threads;
   config.object_base = object_base;
   config.reserve_bytes = reserve_bytes;
+  config.kept_percent = kept_percent;
+  config.first_object_bytes = first_object_bytes;
   config.ack = ack_of(ack);
   config.cpu_latency_path = std::move(cpu_latency_path);
   config.take_over = take_over;
@@ -537,21 +540,22 @@ void bind_open(nb::module_& module) {
       [](std::vector<std::pair<uint16_t, std::string>> devices, std::string arena_path,
          std::string filesystem_id, uint64_t staging_bytes, uint64_t slot_bytes, uint32_t depth,
          const std::string& backend, uint32_t channel_threads, uint64_t object_base,
-         uint64_t reserve_bytes, const std::string& ack, std::string cpu_latency_path,
-         bool take_over, bool checksums) {
+         uint64_t reserve_bytes, uint32_t kept_percent, uint64_t first_object_bytes,
+         const std::string& ack, std::string cpu_latency_path, bool take_over, bool checksums) {
         Result<std::unique_ptr<Engine>> result = [&] {
           const nb::gil_scoped_release release;
-          return Engine::open(
-              make_config(std::move(devices), std::move(arena_path), std::move(filesystem_id),
-                          staging_bytes, slot_bytes, depth, backend, channel_threads, object_base,
-                          reserve_bytes, ack, std::move(cpu_latency_path), take_over, checksums));
+          return Engine::open(make_config(
+              std::move(devices), std::move(arena_path), std::move(filesystem_id), staging_bytes,
+              slot_bytes, depth, backend, channel_threads, object_base, reserve_bytes, kept_percent,
+              first_object_bytes, ack, std::move(cpu_latency_path), take_over, checksums));
         }();
         check(result.status());
         return result.take();
       },
       nb::kw_only(), nb::arg("devices"), nb::arg("arena_path"), nb::arg("filesystem_id"),
       nb::arg("staging_bytes"), nb::arg("slot_bytes"), nb::arg("depth"), nb::arg("backend"),
-      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"), nb::arg("ack"),
+      nb::arg("channel_threads"), nb::arg("object_base"), nb::arg("reserve_bytes"),
+      nb::arg("kept_percent"), nb::arg("first_object_bytes"), nb::arg("ack"),
       nb::arg("cpu_latency_path"), nb::arg("take_over"), nb::arg("checksums"));
 }
 

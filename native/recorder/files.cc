@@ -91,7 +91,9 @@ int move(int from_folder, const char* from, int to_folder, const char* to, unsig
   const std::string path = path_of(from_folder, from);
   const std::string other = path_of(to_folder, to);
   uint64_t begin = 0;
-  if (flags != 0 || path.empty() != other.empty()) {
+  // One that replaces nothing is as any other where it succeeds.
+  const bool has_flags = (flags & ~unsigned{RENAME_NOREPLACE}) != 0;
+  if (has_flags || path.empty() != other.empty()) {
     append({.kind = Kind::Unknown, .path = "rename in, out or with flags", .other = path + other});
   } else if (!path.empty()) {
     begin = append({.kind = Kind::Rename, .path = path, .other = other});

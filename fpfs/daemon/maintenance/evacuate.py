@@ -274,7 +274,7 @@ class Draining:
             if member.number != device and not (member.is_missing or member.is_draining)
         }
         usable = {number: path for number, path in others.items() if not figures[number].failed}
-        free = await run_alone(free_bytes, usable)
+        free = await run_alone(free_bytes, usable, self._engine.statistics().kept_bytes)
         if not free:
             raise NoSpace("no other device takes what this one holds")
         return min(free, key=lambda number: (held[number], -free[number]))

@@ -40,7 +40,7 @@ from fpfs.daemon.devices import attach
 from fpfs.daemon.devices.members import DeviceRegistry, still_used
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog.database import Catalog
@@ -109,13 +109,14 @@ class DeviceChanges:
                     remedy="mount with it; fpfs-ctl device remove takes a lost one out that"
                     " nothing is on",
                 )
-            others = [
-                other.path
+            others = {
+                other.number: other.path
                 for other in self.registry.members
                 if other.number != member.number and not (other.is_missing or other.is_draining)
-            ]
+            }
             held_bytes = (await self._catalog.read(held_by_device))[member.number]
-            free_bytes = await run_alone(_bytes_free, others)
+            kept_bytes = self._engine.statistics().kept_bytes
+            free_bytes = await run_alone(_bytes_free, others, kept_bytes)
             if not others:
                 raise InvalidOperation(
                     "there is no other device for what it holds",
@@ -290,14 +291,16 @@ class DeviceChanges:
         log.info("device %d holds a copy of the catalog from now on", spare[0].number)
 
 
-def _bytes_free(paths: Sequence[str]) -> int:
-    """Return what can be written to directories, each filesystem counted once. Blocks."""
+def _bytes_free(paths: Mapping[int, str], kept_bytes: Mapping[int, int]) -> int:
+    """Return what can be written to devices, each filesystem counted once. Blocks."""
     free = {}
-    for path in paths:
+    kept = 0
+    for number, path in paths.items():
         with contextlib.suppress(OSError):
             found = os.statvfs(path)
             free[os.stat(path).st_dev] = found.f_bavail * found.f_frsize - RESERVE_BYTES
-    return sum(max(0, each) for each in free.values())
+            kept += kept_bytes.get(number, 0)
+    return sum(max(0, each) for each in free.values()) + kept
 
 
 def _remove_catalog(path: str) -> None:

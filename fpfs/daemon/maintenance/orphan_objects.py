@@ -71,7 +71,8 @@ async def make_room(
 
     The servers that died on the way to that may have left more and more of them.
     """
-    free = await run_alone(free_bytes, {device.number: device.path for device in devices})
+    paths = {device.number: device.path for device in devices}
+    free = await run_alone(free_bytes, paths, engine.statistics().kept_bytes)
     # A device that does not tell has nothing to collect.
     if any(bytes_free < needed_bytes for bytes_free in free.values()):
         with contextlib.suppress(OSError):  # it is in the log

@@ -8,6 +8,7 @@ from __future__ import annotations
 import grp
 import os
 import socket
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,10 +143,17 @@ def engine_config(config: ServerConfig, devices: DeviceSet, *, object_base: int)
         channel_threads=options.receivers,
         backend=options.backend,
         object_base=object_base,
+        kept_percent=options.reuse // _devices_on_one_filesystem(devices),
         ack=options.ack,
         cpu_latency_path=CPU_LATENCY if options.idle is Idle.SHALLOW else "",
         checksums=options.checksums is Checksums.ON,
     )
+
+
+def _devices_on_one_filesystem(devices: DeviceSet) -> int:
+    """How many devices share a filesystem, at most."""
+    counts = Counter(os.stat(device.objects_path).st_dev for device in devices.devices)
+    return max(counts.values(), default=1)
 
 
 def default_policy(options: MountOptions) -> Policy:

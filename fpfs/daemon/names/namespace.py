@@ -85,7 +85,7 @@ class Namespace:
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
-        self._space = DeviceSpace(device_paths)
+        self._space = DeviceSpace(device_paths, lambda: engine.statistics().kept_bytes)
         placing = Placing(catalog=catalog, engine=engine, policies=policies, space=self._space)
         # The catalog counts servers, so each has handles of its own.
         handle_first = catalog.object_base << HANDLE_BITS

@@ -132,13 +132,14 @@ def _device_figures(
     from fpfs.daemon.telemetry.prometheus import DeviceFigures
 
     found = []
+    kept_bytes = statistics.kept_bytes
     for member in members:
         free = total = 0
         if not member.is_missing:
             # That a filesystem fails is counted where it is used.
             with contextlib.suppress(OSError):
                 filesystem = os.statvfs(member.path)
-                free = filesystem.f_bavail * filesystem.f_frsize
+                free = filesystem.f_bavail * filesystem.f_frsize + kept_bytes.get(member.number, 0)
                 total = filesystem.f_blocks * filesystem.f_frsize
         found.append(
             DeviceFigures(

@@ -232,6 +232,7 @@ _DEVICE_COUNTERS = (
 _DEVICE_GAUGES = (
     ("requests_in_flight", "Requests that the kernel works on.", "in_flight"),
     ("requests_queued", "Requests that wait for that.", "queued"),
+    ("kept_bytes", "Of removed files, kept for new ones; free all the same.", "kept_bytes"),
 )
 _DEVICE_SIZES = (
     ("filesystem_free_bytes", "Free space of the device's filesystem.", "bytes_free"),

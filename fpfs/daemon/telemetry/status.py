@@ -84,7 +84,7 @@ def _device_status(device: Member, figures: DeviceStatistics) -> DeviceStatus:
     bytes_free = bytes_total = 0
     try:
         filesystem = os.statvfs(device.path)
-        bytes_free = filesystem.f_bavail * filesystem.f_frsize
+        bytes_free = filesystem.f_bavail * filesystem.f_frsize + figures.kept_bytes
         bytes_total = filesystem.f_blocks * filesystem.f_frsize
         # statfs(2) answers for a filesystem that has failed, too.
         with os.scandir(device.directory.objects_path) as folders:

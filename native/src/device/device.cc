@@ -1,7 +1,8 @@
 // Device: puts together the objects directory, the open files, the pool, a backend and the workers.
 //
 // Concurrency: `metadata_` opens files and changes their allocation, which a writer waits for;
-//   `pool_worker_` makes objects; `reaper_` removes, closes and punches, which may take long.
+//   `pool_worker_` makes objects, and renames those that are kept; `reaper_` removes, closes and
+//   punches, which may take long.
 //   No thread of the backend ever blocks on the filesystem.
 #include "device/device.h"
 
@@ -80,6 +81,8 @@ class NativeDevice final : public Device, private BackendOwner {
   void submit(IoRequest* request) override;
   void create_object(std::function<void(int, ObjectRef, uint64_t)> done) override;
   ObjectRef object(uint64_t id) override { return std::make_shared<Object>(id); }
+  std::optional<KeptObject> take_kept_object(uint64_t bytes_max) override;
+  void keep_removed(bool keeps) override;
   void remove_object(uint64_t id, std::function<void(int)> done) override;
   uint64_t bytes_free() const override;
   DeviceStatistics statistics() const override;
@@ -102,6 +105,9 @@ class NativeDevice final : public Device, private BackendOwner {
   int allocate(IoRequest* request);
   int allocate_with_reserve(IoRequest* request);
   void take_object(std::function<void(int, ObjectRef, uint64_t)> done);
+  void after_removals(std::function<void()> task);
+  uint64_t missing_for(uint64_t bytes) const;
+  bool give_up_kept(uint64_t bytes);
   void log_once(std::atomic<bool>* said, const std::string& message);
   void log(int level, const std::string& message);
   std::string name() const { return "dev" + std::to_string(config_.number); }
@@ -111,6 +117,7 @@ class NativeDevice final : public Device, private BackendOwner {
   OpenFiles files_;
   std::unique_ptr<Backend> backend_;
   bool io_uring_ = false;
+  std::atomic<bool> keeps_removed_{false};
 
   std::atomic<uint64_t> pending_{0};  // whatever has not called back yet
   std::atomic<bool> closing_{false};  // it is over: nothing is taken any more
@@ -154,7 +161,8 @@ Status NativeDevice::start(const std::vector<MemoryRegion>& regions) {
                          "page cache, which costs memory and speed");
   }
   if (Status status = start_backend(regions); !status.ok()) return status;
-  pool_.start();
+  keep_removed(true);
+  pool_.start(config_.kept_bytes_min, directory_.bytes_total() / 100 * config_.kept_percent);
   return {};
 }
 
@@ -221,10 +229,10 @@ void NativeDevice::run_on_worker(IoRequest* request) {
   } else {
     const uint64_t arrived = space_.arrived();
     const int result = change(request);
-    if (request->op == IoOp::Allocate && result == -ENOSPC && space_.since(arrived)) {
+    const bool refused = request->op == IoOp::Allocate && result == -ENOSPC;
+    if (refused && (space_.since(arrived) || give_up_kept(missing_for(request->length)))) {
       // Again, when what is being given back now is there.
-      reaper_.post(
-          [this, request] { metadata_.post([this, request] { run_on_worker(request); }); });
+      after_removals([this, request] { run_on_worker(request); });
     } else {
       finished(request, result);
     }
@@ -267,6 +275,10 @@ int NativeDevice::await_others(IoRequest* request) {
 int NativeDevice::allocate(IoRequest* request) {
   const int64_t bytes_free = directory_.bytes_free();
   if (bytes_free < 0) return static_cast<int>(bytes_free);
+  if (const int64_t wanted = static_cast<int64_t>(request->length) + kFreeBytesMin;
+      bytes_free < wanted) {
+    give_up_kept(static_cast<uint64_t>(wanted - bytes_free));
+  }
   const bool enough = request->uses_reserve ||
                       static_cast<uint64_t>(bytes_free) >= request->length + config_.reserve_bytes;
   if (!enough) held_.coming();
@@ -365,9 +377,9 @@ void NativeDevice::take_object(std::function<void(int, ObjectRef, uint64_t)> don
   const uint64_t tried = held_.arrived();
   pool_.take(
       [this, arrived, tried, done = std::move(done)](int error, ObjectRef object, uint64_t id) {
-        if (error == -ENOSPC && (space_.since(arrived) || held_.since(tried))) {
+        if (error == -ENOSPC && (space_.since(arrived) || held_.since(tried) || give_up_kept(1))) {
           // Again, when what is being given back now is there.
-          reaper_.post([this, done] { metadata_.post([this, done] { take_object(done); }); });
+          after_removals([this, done] { take_object(done); });
           return;
         }
         if (error != 0) errors_.fetch_add(1, std::memory_order_relaxed);
@@ -383,20 +395,67 @@ void NativeDevice::remove_object(uint64_t id, std::function<void(int)> done) {
     return end();
   }
   space_.coming();
-  reaper_.post([this, id, done = std::move(done)] {
-    files_.forget(id);
-    const int result = directory_.remove_object(id);
+  const auto removed = [this, done = std::move(done)](int result) {
     space_.came();
     if (result != 0 && result != -ENOENT) errors_.fetch_add(1, std::memory_order_relaxed);
     done(-result);
     end();
+  };
+  reaper_.post([this, id, removed] {
+    const bool unused = files_.forget(id);
+    if (!unused || !keeps_removed_) return removed(directory_.remove_object(id));
+    pool_worker_.post([this, id, removed] {
+      if (pool_.keep(id)) {
+        give_up_kept(pool_.kept_surplus());
+        return removed(0);
+      }
+      reaper_.post([this, id, removed] { removed(directory_.remove_object(id)); });
+    });
   });
+}
+
+std::optional<KeptObject> NativeDevice::take_kept_object(uint64_t bytes_max) {
+  return pool_.take_kept(bytes_max);
+}
+
+// On `metadata_`, behind what is being removed, or kept, now.
+void NativeDevice::after_removals(std::function<void()> task) {
+  pool_worker_.post(
+      [this, task = std::move(task)] { reaper_.post([this, task] { metadata_.post(task); }); });
+}
+
+void NativeDevice::keep_removed(bool keeps) {
+  keeps_removed_ = keeps && config_.kept_percent != 0 && directory_.overwrites_in_place();
+  if (!keeps) give_up_kept(UINT64_MAX);
+}
+
+// What the filesystem lacks for an allocation, as far as it says; 1 byte at least.
+uint64_t NativeDevice::missing_for(uint64_t bytes) const {
+  const uint64_t wanted = bytes + config_.reserve_bytes;
+  const auto there = static_cast<uint64_t>(std::max<int64_t>(directory_.bytes_free(), 0));
+  return wanted > there ? wanted - there : 1;
+}
+
+// Whether some of what was kept of removed objects comes back.
+bool NativeDevice::give_up_kept(uint64_t bytes) {
+  const std::vector<uint64_t> ids = pool_.give_up_kept(bytes);
+  for (const uint64_t id : ids) {
+    space_.coming();
+    reaper_.post([this, id] {
+      files_.forget(id);
+      // One that cannot be removed is found by the next mount that looks for such objects.
+      (void)directory_.remove_object(id);
+      space_.came();
+    });
+  }
+  return !ids.empty();
 }
 
 uint64_t NativeDevice::bytes_free() const {
   const int64_t bytes = directory_.bytes_free();
-  if (bytes < 0 || static_cast<uint64_t>(bytes) <= config_.reserve_bytes) return 0;
-  return static_cast<uint64_t>(bytes) - config_.reserve_bytes;
+  if (bytes < 0) return 0;
+  const uint64_t all = static_cast<uint64_t>(bytes) + pool_.kept_bytes();
+  return all - std::min(all, config_.reserve_bytes);
 }
 
 DeviceStatistics NativeDevice::statistics() const {
@@ -408,6 +467,7 @@ DeviceStatistics NativeDevice::statistics() const {
   result.requests_queued = pending - result.requests_in_flight;
   result.requests_in_flight_max = backend_->in_flight().max();
   result.errors = errors_.load(std::memory_order_relaxed);
+  result.kept_bytes = pool_.kept_bytes();
   result.write_latency = write_latency_.read();
   result.read_latency = read_latency_.read();
   result.flush_latency = flush_latency_.read();

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,14 @@ struct IoRequest {
   int64_t completed_ns = 0;
 };
 
+// An object that was removed and whose bytes [0, bytes) have blocks: rubbish, which nobody may
+// read.
+struct KeptObject {
+  ObjectRef object;
+  uint64_t id = 0;
+  uint64_t bytes = 0;  // a multiple of kBlockBytes
+};
+
 struct DeviceStatistics {
   uint64_t bytes_written = 0;
   uint64_t bytes_read = 0;
@@ -80,6 +89,7 @@ struct DeviceStatistics {
   uint64_t requests_queued = 0;     // everything else that was submitted and is not complete
   uint64_t requests_in_flight_max = 0;  // the most that were in flight at once
   uint64_t errors = 0;
+  uint64_t kept_bytes = 0;  // of removed objects that are kept for new bytes
   // From when the kernel got them to their completion, also of those that failed.
   DurationCounts write_latency;
   DurationCounts read_latency;
@@ -100,8 +110,10 @@ struct DeviceConfig {
   uint32_t depth = 16;
   IoBackend backend = IoBackend::Auto;
   uint64_t object_id_first = 1;
-  uint64_t reserve_bytes = 0;      // kept free for the catalog: Allocate answers ENOSPC below this
-  uint32_t pool_objects = 8;       // objects kept ready, their directory entries durable
+  uint64_t reserve_bytes = 0;  // kept free for the catalog: Allocate answers ENOSPC below this
+  uint32_t pool_objects = 8;   // objects kept ready, their directory entries durable
+  uint32_t kept_percent = 0;   // of the filesystem: removed objects kept for new bytes,
+  uint64_t kept_bytes_min = uint64_t{16} << 20;  // of this size or more
   uint32_t open_files_max = 1024;  // descriptors kept open; those in use may exceed it
   LogSink log;
   Tracer* tracer = nullptr;  // outlives the device
@@ -120,12 +132,17 @@ class Device {
   // Hands out a fresh, empty object whose directory entry is durable. `done` runs on a device
   // thread (or before returning, when the pool holds one).
   virtual void create_object(std::function<void(int error, ObjectRef, uint64_t id)> done) = 0;
+  // Hands out a removed object of at most `bytes_max`, if the device keeps one.
+  virtual std::optional<KeptObject> take_kept_object(uint64_t bytes_max) = 0;
+  // Whether removed objects are kept; otherwise those that are go.
+  virtual void keep_removed(bool keeps) = 0;
   // Opens lazily: the file is opened by the first request on it (whose complete() gets the errno).
   virtual ObjectRef object(uint64_t id) = 0;
-  // Unlinks an object on a device thread.
+  // Unlinks an object on a device thread, or keeps it for take_kept_object() under another id.
   virtual void remove_object(uint64_t id, std::function<void(int error)> done) = 0;
 
-  // What may still be allocated, the reserve left out. Any thread; one statvfs.
+  // What may still be allocated, the reserve left out and what is kept of removed objects
+  // included. Any thread; one statvfs.
   virtual uint64_t bytes_free() const = 0;
   virtual DeviceStatistics statistics() const = 0;
   // Waits for everything submitted, removes unused pool objects, joins the threads. What is

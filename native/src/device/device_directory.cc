@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -40,6 +41,9 @@ int open_at(int directory, const char* name, int flags, mode_t mode = 0) {
     if (errno != EINTR) return -errno;
   }
 }
+
+// As statfs(2) tells them. Others write elsewhere (btrfs), or are not known not to.
+constexpr std::array<int64_t, 2> kOverwriteInPlace = {0xEF53, 0x58465342};  // ext4, XFS
 
 bool is_full(int error) { return error == ENOSPC || error == EDQUOT; }
 
@@ -130,6 +134,16 @@ int ObjectDirectory::make_folder(uint64_t id) {
   return ::mkdirat(root_.get(), folder_name(id).c_str(), 0700) == 0 || errno == EEXIST ? 0 : -errno;
 }
 
+FileDescriptor ObjectDirectory::open_or_make_folder(uint64_t id) {
+  FileDescriptor folder = open_folder(id);
+  if (folder || errno != ENOENT) return folder;
+  if (const int made = make_folder(id); made < 0) {
+    errno = -made;
+    return {};
+  }
+  return open_folder(id);
+}
+
 int ObjectDirectory::open_object(uint64_t id, OpenMode mode) const {
   const FileDescriptor folder = open_folder(id);
   if (!folder) return -errno;
@@ -145,15 +159,22 @@ int ObjectDirectory::open_object(uint64_t id, OpenMode mode) const {
 }
 
 int ObjectDirectory::create_object(uint64_t id) {
-  FileDescriptor folder = open_folder(id);
-  if (!folder && errno == ENOENT) {
-    const int made = make_folder(id);
-    if (made < 0) return made;
-    folder = open_folder(id);
-  }
+  const FileDescriptor folder = open_or_make_folder(id);
   if (!folder) return -errno;
   const int flags = O_RDWR | O_CREAT | O_EXCL | (direct_ ? O_DIRECT : 0);
   return open_at(folder.get(), object_name(id).c_str(), flags, 0600);
+}
+
+int ObjectDirectory::rename_object(uint64_t from, uint64_t to) {
+  const FileDescriptor source = open_folder(from);
+  if (!source) return -errno;
+  const FileDescriptor target = open_or_make_folder(to);
+  if (!target) return -errno;
+  const int result = ::renameat2(source.get(), object_name(from).c_str(), target.get(),
+                                 object_name(to).c_str(), RENAME_NOREPLACE);
+  if (result != 0) return -errno;
+  removed_from_[from % kFolders].store(true);
+  return 0;
 }
 
 int ObjectDirectory::remove_object(uint64_t id) {
@@ -186,6 +207,18 @@ int ObjectDirectory::sync_names(const std::vector<uint64_t>& ids) {
     if (error < 0) return error;
   }
   return 0;
+}
+
+bool ObjectDirectory::overwrites_in_place() const {
+  struct statfs status {};
+  if (!direct_ || ::fstatfs(root_.get(), &status) != 0) return false;
+  return std::find(kOverwriteInPlace.begin(), kOverwriteInPlace.end(), status.f_type) !=
+         kOverwriteInPlace.end();
+}
+
+uint64_t ObjectDirectory::bytes_total() const {
+  struct statvfs status {};
+  return ::fstatvfs(root_.get(), &status) == 0 ? uint64_t{status.f_blocks} * status.f_frsize : 0;
 }
 
 int64_t ObjectDirectory::bytes_free() const {

@@ -30,22 +30,27 @@ class ObjectDirectory {
   Status open(const std::string& path);
 
   bool direct() const { return direct_; }
+  // Whether writing to a block that was written before takes no space and changes no metadata.
+  bool overwrites_in_place() const;
 
   int open_object(uint64_t id, OpenMode mode) const;
   int remove_object(uint64_t id);
   // Makes an empty object. Its name is durable only after sync_names(). One thread at a time for
-  // these two.
+  // these three.
   int create_object(uint64_t id);
+  int rename_object(uint64_t from, uint64_t to);  // never over another
   int sync_names(const std::vector<uint64_t>& ids);
   // Makes durable that the objects removed so far are gone.
   int sync_removals();
   // Bytes that an unprivileged writer may still use, or a negative errno.
   int64_t bytes_free() const;
+  uint64_t bytes_total() const;
 
  private:
   Status probe_direct(const std::string& path);
   bool has_direct_object() const;
   int make_folder(uint64_t id);
+  FileDescriptor open_or_make_folder(uint64_t id);  // or errno
   FileDescriptor open_folder(uint64_t id) const;
 
   FileDescriptor root_;

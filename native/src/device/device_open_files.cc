@@ -75,14 +75,19 @@ void OpenFiles::release(IoRequest* request, int result) {
   hand_over(std::move(retired));
 }
 
-void OpenFiles::forget(uint64_t id) {
+bool OpenFiles::forget(uint64_t id) {
   Retired retired;
+  bool closed = true;
   {
     MutexLock lock(mutex_);
     const auto found = files_.find(id);
-    if (found != files_.end()) take(found->second.get(), &retired);
+    if (found != files_.end()) {
+      take(found->second.get(), &retired);
+      closed = !retired.empty();
+    }
   }
   hand_over(std::move(retired));
+  return closed;
 }
 
 void OpenFiles::clear() {

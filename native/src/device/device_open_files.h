@@ -58,8 +58,9 @@ class OpenFiles {
 
   // Takes over the descriptor of an object made just now.
   void adopt(uint64_t id, FileDescriptor fd) EXCLUDES(mutex_);
-  // The object was unlinked: closes its descriptor as soon as nothing uses it.
-  void forget(uint64_t id) EXCLUDES(mutex_);
+  // The object is no more: closes its descriptor as soon as nothing uses it. False if something
+  // does.
+  bool forget(uint64_t id) EXCLUDES(mutex_);
   // Retires everything. Nothing is pinned any more.
   void clear() EXCLUDES(mutex_);
 

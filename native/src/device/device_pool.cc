@@ -1,14 +1,29 @@
 #include "device/device_pool.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
+
+#include "layout/block_map.h"
 
 namespace fpfs {
 namespace {
 
 // Objects made between two looks at who waits: their folders are made durable together.
 constexpr uint32_t kBatchObjectsMax = 64;
+
+// Bytes of an object up to the first block that is a hole, or was preallocated and never written;
+// 0 where that is not its end, and of one that has another name, too.
+uint64_t written_alone(int fd) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0 || status.st_nlink != 1) return 0;
+  const off_t written = ::lseek(fd, 0, SEEK_HOLE);
+  return written != status.st_size ? 0 : static_cast<uint64_t>(written) / kBlockBytes * kBlockBytes;
+}
 
 }  // namespace
 
@@ -20,8 +35,10 @@ ObjectPool::ObjectPool(ObjectDirectory& directory, OpenFiles& files, Worker& wor
       objects_ready_(objects_ready),
       id_next_(id_first) {}
 
-void ObjectPool::start() {
+void ObjectPool::start(uint64_t bytes_min, uint64_t bytes_max) {
   MutexLock lock(mutex_);
+  kept_bytes_min_ = bytes_min;
+  kept_bytes_max_ = bytes_max;
   if (objects_ready_ > 0) refill_soon();
 }
 
@@ -47,6 +64,8 @@ int ObjectPool::clear() {
   {
     MutexLock lock(mutex_);
     ids.swap(ready_);
+    for (const KeptObject& kept : std::exchange(kept_, {})) ids.push_back(kept.id);
+    kept_bytes_ = 0;
   }
   int error = 0;
   for (const uint64_t id : ids) {
@@ -55,6 +74,73 @@ int ObjectPool::clear() {
     if (removed < 0) error = removed;
   }
   return error;
+}
+
+bool ObjectPool::keep(uint64_t id) {
+  FileDescriptor fd(directory_.open_object(id, OpenMode::ReadWrite));
+  const uint64_t bytes = fd ? written_alone(fd.get()) : 0;
+  if (!wants(bytes)) return false;
+  // The catalog wants room, too.
+  if (directory_.bytes_free() < kFreeBytesMin) return false;
+  const uint64_t id_new = id_next_++;
+  if (directory_.rename_object(id, id_new) < 0) return false;
+  // From here on nobody opens it by the old name; who has done so is seen now, or has ended. Of a
+  // process that was killed transfers may be under way: allocating waits for them.
+  const bool is_kept =
+      directory_.sync_names({id, id_new}) == 0 && files_.forget(id) &&
+      ::fallocate(fd.get(), FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(bytes)) == 0 &&
+      written_alone(fd.get()) == bytes;
+  if (!is_kept) {
+    // One that cannot be removed is found by the next mount that looks for what nobody refers to.
+    (void)directory_.remove_object(id_new);
+    return true;
+  }
+  files_.adopt(id_new, std::move(fd));
+  MutexLock lock(mutex_);
+  kept_.push_back({std::make_shared<Object>(id_new), id_new, bytes});
+  kept_bytes_ += bytes;
+  return true;
+}
+
+bool ObjectPool::wants(uint64_t bytes) const {
+  MutexLock lock(mutex_);
+  return kept_bytes_min_ <= bytes && bytes <= kept_bytes_max_;
+}
+
+uint64_t ObjectPool::kept_surplus() const {
+  MutexLock lock(mutex_);
+  return kept_bytes_ - std::min(kept_bytes_, kept_bytes_max_);
+}
+
+std::optional<KeptObject> ObjectPool::take_kept(uint64_t bytes_max) {
+  MutexLock lock(mutex_);
+  auto best = kept_.end();
+  for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+    if (it->bytes <= bytes_max && (best == kept_.end() || it->bytes > best->bytes)) best = it;
+  }
+  if (best == kept_.end()) return std::nullopt;
+  KeptObject taken = std::move(*best);
+  kept_.erase(best);
+  kept_bytes_ -= taken.bytes;
+  return taken;
+}
+
+std::vector<uint64_t> ObjectPool::give_up_kept(uint64_t bytes) {
+  std::vector<uint64_t> ids;
+  MutexLock lock(mutex_);
+  auto it = kept_.begin();
+  for (uint64_t found = 0; it != kept_.end() && found < bytes; ++it) {
+    ids.push_back(it->id);
+    found += it->bytes;
+    kept_bytes_ -= it->bytes;
+  }
+  kept_.erase(kept_.begin(), it);
+  return ids;
+}
+
+uint64_t ObjectPool::kept_bytes() const {
+  MutexLock lock(mutex_);
+  return kept_bytes_;
 }
 
 void ObjectPool::refill_soon() {

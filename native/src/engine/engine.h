@@ -42,6 +42,9 @@ struct EngineConfig {
   uint32_t channel_threads = 1;
   uint64_t object_base = 1;
   uint64_t reserve_bytes = 0;
+  uint32_t kept_percent = 0;  // see DeviceConfig
+  // Of a file, on each device: further ones are larger. From twice as much removed ones are kept.
+  uint64_t first_object_bytes = uint64_t{8} << 20;
   Ack ack = Ack::Early;
   std::string cpu_latency_path;  // /dev/cpu_dma_latency, or none
   bool checksums = true;         // of contents: made and checked
@@ -279,6 +282,7 @@ class Engine : public Plane {
   void park(std::function<Retry()> retry) override EXCLUDES(park_mutex_);
   void retry_refused() override EXCLUDES(park_mutex_);
   uint64_t retries() const override { return retries_.load(); }
+  uint64_t first_object_bytes() const override { return config_.first_object_bytes; }
   void log(int level, const std::string& message) override;
   bool checksums() const override { return config_.checksums; }
   Tracer& tracer() override { return *tracer_; }

@@ -29,6 +29,8 @@ Status Engine::add_device(uint16_t number, const std::string& path, bool drainin
   config.backend = config_.backend;
   config.object_id_first = config_.object_base << 32;
   config.reserve_bytes = config_.reserve_bytes;
+  config.kept_percent = config_.kept_percent;
+  config.kept_bytes_min = 2 * config_.first_object_bytes;
   config.tracer = tracer_.get();
   config.log = [this](int level, const std::string& message) { log(level, message); };
   auto opened = Device::open(config, regions_);
@@ -36,6 +38,7 @@ Status Engine::add_device(uint16_t number, const std::string& path, bool drainin
   auto made = std::make_unique<Member>();
   made->device = opened.take();
   made->draining = draining;
+  made->device->keep_removed(!draining);
   const MutexLock lock(devices_mutex_);
   by_number_[number].store(made.get(), std::memory_order_release);
   members_.push_back(std::move(made));
@@ -44,7 +47,10 @@ Status Engine::add_device(uint16_t number, const std::string& path, bool drainin
 }
 
 void Engine::set_draining(uint16_t number, bool draining) {
-  if (Member* found = member(number); found != nullptr) found->draining = draining;
+  if (Member* found = member(number); found != nullptr) {
+    found->draining = draining;
+    found->device->keep_removed(!draining);  // nothing new goes to one that is drained
+  }
   retry_refused_soon();
 }
 

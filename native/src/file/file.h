@@ -74,6 +74,8 @@ class Plane {
   virtual bool takes_chunks(uint16_t number) const = 0;
   // All such devices, for files of which none is left that they were meant for.
   virtual std::vector<uint16_t> chunk_devices() const = 0;
+  // How large a file's first object on a device may become.
+  virtual uint64_t first_object_bytes() const = 0;
   // Something that a parked operation may wait for has happened (slot, space or I/O).
   virtual void wake() = 0;
   // Calls `retry` again at every wake(), or at every retry_refused(), as it says.
@@ -319,8 +321,9 @@ class File : public std::enable_shared_from_this<File> {
   // lseek(2) SEEK_DATA / SEEK_HOLE; -ENXIO behind the end.
   int64_t seek(uint64_t offset, bool data) EXCLUDES(mutex_);
 
-  struct SlotIo;    // one device transfer for a slot
-  struct Appender;  // the object on one device that new places come from
+  struct SlotIo;      // one device transfer for a slot
+  struct OpenObject;  // an object that new places come from
+  struct Appender;    // those of one device
 
  private:
   friend struct ReadJob;
@@ -422,9 +425,14 @@ class File : public std::enable_shared_from_this<File> {
                    ObjectRef object, uint64_t id) EXCLUDES(mutex_);
   void trimmed(int result);
   void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
+  void submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes, Actions& actions)
+      REQUIRES(mutex_);
   uint64_t holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<Extent>* runs)
       REQUIRES(mutex_);
-  Place next_place(uint16_t device, uint64_t blocks) REQUIRES(mutex_);
+  // Of at most *blocks blocks, which becomes how many lie behind each other there.
+  Place next_place(uint16_t device, uint64_t* blocks) REQUIRES(mutex_);
+  OpenObject* open_object(uint16_t device, uint64_t id) REQUIRES(mutex_);
+  uint64_t limit_blocks(const Appender& appender, uint64_t needed) REQUIRES(mutex_);
   void zero(uint64_t offset, uint64_t end, Done done);
   void shrink_staged(uint64_t size, Actions& actions) REQUIRES(mutex_);
   void shrink(uint64_t size, Actions& actions) REQUIRES(mutex_);
@@ -588,24 +596,31 @@ struct File::ChunkPiece {
   bool was_spare = false;
 };
 
-struct File::Appender {
-  uint16_t device = 0;
+struct File::OpenObject {
   ObjectRef object;
   uint64_t id = 0;
+  uint64_t limit_blocks = 0;      // it is not grown beyond this: another is taken
+  uint64_t allocated_blocks = 0;  // preallocated on the device
   uint64_t next_block = 0;        // the next fresh place
   uint64_t fresh_block = 0;       // those before it may be in a version, see keep_places()
   uint64_t written_end = 0;       // bytes: behind the last byte written
-  uint64_t reserved_blocks = 0;   // promised to open slots
-  uint64_t allocated_blocks = 0;  // preallocated on the device
-  uint64_t step_blocks = 1;       // next preallocation
-  bool growing = false;
-  bool trim_wanted = false;  // give back what was preallocated, when growth has ended
-  int error = 0;             // why the last growth failed,
-  uint64_t tried = 0;        // and Plane::retries() when it began
 
-  bool has(uint64_t blocks) const {
-    return object != nullptr && next_block + reserved_blocks + blocks <= allocated_blocks;
-  }
+  uint64_t blocks_left() const { return allocated_blocks - next_block; }
+};
+
+struct File::Appender {
+  uint16_t device = 0;
+  std::vector<OpenObject> objects;  // places come from the first that has some left
+  uint64_t reserved_blocks = 0;     // promised to open slots
+  uint64_t step_blocks = 1;         // next preallocation,
+  uint64_t wanted_blocks = 0;       // or all that fallocate(2) was asked for
+  bool growing = false;             // the last of `objects`
+  bool trim_wanted = false;         // give back what was preallocated, when growth has ended
+  int error = 0;                    // why the last growth failed,
+  uint64_t tried = 0;               // and Plane::retries() when it began
+
+  uint64_t allocated_blocks() const;
+  uint64_t blocks_left() const;  // that nobody was promised
 };
 
 struct File::SlotIo : IoRequest {

@@ -125,7 +125,9 @@ void File::note_reached() {
 
 // What was placed until now is given back by a commit, and by nothing else.
 void File::keep_places() {
-  for (const auto& [number, entry] : appenders_) entry->fresh_block = entry->next_block;
+  for (const auto& [number, entry] : appenders_) {
+    for (OpenObject& each : entry->objects) each.fresh_block = each.next_block;
+  }
   fresh_garbage_.clear();
   fresh_garbage_blocks_ = 0;
 }
@@ -146,17 +148,18 @@ SnapshotData File::snapshot(SnapshotData base, bool last) {
   live.insert(later_objects_.begin(), later_objects_.end());
   live.insert(retried_.begin(), retried_.end());
   for (auto it = appenders_.begin(); it != appenders_.end();) {
-    const auto& entry = it->second;
-    const std::pair key{entry->device, entry->id};
-    const bool used = live.contains(key);
-    // There may be no later snapshot to tell the catalog that nothing is left of what it knows.
-    const bool ends = last || (recorded_.contains(key) && chains_.empty());
-    if (ends && !used && !entry->growing && entry->reserved_blocks == 0) {
-      it = appenders_.erase(it);
-    } else {
-      live.insert(key);
-      ++it;
-    }
+    Appender& entry = *it->second;
+    const bool promised = entry.growing || entry.reserved_blocks != 0;
+    std::erase_if(entry.objects, [&](const OpenObject& each) {
+      mutex_.assert_held();
+      const std::pair key{entry.device, each.id};
+      // There may be no later snapshot to tell the catalog that nothing is left of what it knows.
+      const bool ends = last || (recorded_.contains(key) && chains_.empty());
+      const bool unused = ends && !promised && !live.contains(key);
+      if (!unused) live.insert(key);
+      return unused;
+    });
+    it = last && entry.objects.empty() && !promised ? appenders_.erase(it) : std::next(it);
   }
   for (const auto& [chunk, chain] : chains_) {
     for (const Slot* slot : chain) {
@@ -298,7 +301,10 @@ Status File::retire(const std::function<Status()>& leave) {
     std::set<std::pair<uint16_t, uint64_t>> kept = map_.objects();
     kept.insert(recorded_.begin(), recorded_.end());
     for (const auto& [number, entry] : appenders_) {
-      if (kept.contains({entry->device, entry->id})) submit_trim(entry, actions);
+      for (OpenObject& each : entry->objects) {
+        if (!kept.contains({number, each.id})) each.written_end = UINT64_MAX;  // not to be trimmed
+      }
+      submit_trim(entry, actions);
     }
     for (const auto& [key, object] : objects_) {
       Device* device = plane_.device(key.first);

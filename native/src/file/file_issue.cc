@@ -230,13 +230,16 @@ void File::place(Slot* slot, Actions& actions) {
     } else {
       Place other;
       while (end < count && touched(end) && !reserved_place(end, &other)) ++end;
+      uint64_t blocks = end - i;
+      const Place next = next_place(slot->device, &blocks);
+      end = i + blocks;
       Appender& entry = appender(slot->device);
       for (uint64_t b = i; b < end; ++b) {
         if (!slot->reserved[b]) continue;
         slot->reserved[b] = false;
         --entry.reserved_blocks;
       }
-      submit_write(slot, chunk_first + i, end - i, next_place(slot->device, end - i), actions);
+      submit_write(slot, chunk_first + i, blocks, next, actions);
     }
     i = end;
   }
@@ -255,10 +258,12 @@ void File::submit_write(Slot* slot, uint64_t block, uint64_t count, Place place,
   io->buffer = slot->data + index * kBlockBytes;
   io->ino = ino_;
   io->file_offset = block * kBlockBytes;
-  io->length = (count - 1) * kBlockBytes + block_limit(slot, index + count - 1);
-  if (const auto it = appenders_.find(place.device);
-      it != appenders_.end() && it->second->id == place.object) {
-    it->second->written_end = std::max(it->second->written_end, io->offset + io->length);
+  // Whole blocks: what a removed object has behind the bytes of the last one must not be read.
+  const uint64_t stored = (count - 1) * kBlockBytes + block_limit(slot, index + count - 1);
+  io->length = count * kBlockBytes;
+  std::memset(io->buffer + stored, 0, io->length - stored);
+  if (OpenObject* object = open_object(place.device, place.object); object != nullptr) {
+    object->written_end = std::max(object->written_end, io->offset + stored);
   }
   ++slot->pending_io;
   Device* device = plane_.device(place.device);

@@ -48,7 +48,9 @@ void File::end_move(const std::vector<Move>& moves) {
 // An object that this file has nothing in is not its to remove: others may have.
 void File::follow(const std::vector<Move>& moves) {
   std::set<std::pair<uint16_t, uint64_t>> used = map_.objects();
-  for (const auto& [number, entry] : appenders_) used.insert({number, entry->id});
+  for (const auto& [number, entry] : appenders_) {
+    for (const OpenObject& each : entry->objects) used.insert({number, each.id});
+  }
   for (const auto* extents : {&garbage_, &snapshot_garbage_}) {
     for (const Extent& extent : *extents) {
       used.insert({extent.place.device, extent.place.object});

@@ -78,7 +78,9 @@ void File::recover_later(const Leftover& later, bool trim) {
   const std::vector<Extent> garbage = std::exchange(garbage_, {});
   replay_all(later, trim);
   // What this process has allocated is not what another left.
-  for (const auto& [number, entry] : appenders_) recovered_ends_.erase({number, entry->id});
+  for (const auto& [number, entry] : appenders_) {
+    for (const OpenObject& each : entry->objects) recovered_ends_.erase({number, each.id});
+  }
   garbage_.insert(garbage_.end(), garbage.begin(), garbage.end());
   ++sequence_;
   // The commit of the first part may settle what the journal has said of this one's size and close.

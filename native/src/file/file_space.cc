@@ -14,6 +14,9 @@ namespace {
 constexpr uint64_t kGrowBlocksMax = 1024;
 constexpr uint64_t kGrowFactor = 4;
 
+// A file whose size is known ahead gets larger objects sooner.
+constexpr uint64_t kKnownSizeFactor = 16;
+
 // A file that is rewritten takes twice its size until it is committed, but for this much (64 MiB):
 // few large ranges are given back faster than many small ones, and writes to an object wait for it.
 constexpr uint64_t kFreshGarbageBlocksMax = 1024;
@@ -100,32 +103,74 @@ void File::submit(uint16_t device, IoRequest* request, Actions& actions) {
   });
 }
 
+uint64_t File::Appender::allocated_blocks() const {
+  uint64_t blocks = 0;
+  for (const OpenObject& each : objects) blocks += each.allocated_blocks;
+  return blocks;
+}
+
+uint64_t File::Appender::blocks_left() const {
+  uint64_t blocks = 0;
+  for (const OpenObject& each : objects) blocks += each.blocks_left();
+  return blocks - std::min(blocks, reserved_blocks);
+}
+
 bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
   Appender& entry = appender(device);
   const std::shared_ptr<Appender> shared = appenders_[device];
-  if (!entry.has(blocks)) {
-    if (!entry.growing) {
-      grow(shared, entry.next_block + entry.reserved_blocks + blocks - entry.allocated_blocks,
-           actions);
-    }
-    return false;
+  if (entry.blocks_left() < blocks && !entry.growing) {
+    grow(shared, blocks - entry.blocks_left(), actions);
   }
-  const uint64_t left = entry.allocated_blocks - entry.next_block - entry.reserved_blocks - blocks;
-  if (!entry.growing && left < std::min(entry.allocated_blocks, entry.step_blocks) / 2) {
+  if (entry.blocks_left() < blocks) return false;
+  const uint64_t left = entry.blocks_left() - blocks;
+  if (!entry.growing && left < std::min(entry.allocated_blocks(), entry.step_blocks) / 2) {
     grow(shared, 0, actions);  // ahead of need
   }
   return true;
 }
 
-// Preallocates at least `needed` more blocks (0: one step, whose failure is no error yet).
+// How large the next object may become: as large as those before it together, or as what the file
+// is known to need. So there are few of them, and whatever a removed file leaves is of use to a
+// file of about its size, which ends in the middle of an object and cuts off the rest.
+uint64_t File::limit_blocks(const Appender& entry, uint64_t needed) {
+  const uint64_t so_far = entry.allocated_blocks();
+  const uint64_t blocks = blocks_up(size_);
+  // A size may have been set for holes: not more at once than what was written suggests.
+  const uint64_t missing =
+      std::min(blocks - std::min(blocks, map_.block_count()), kKnownSizeFactor * so_far);
+  return std::max({blocks_up(plane_.first_object_bytes()), so_far, needed, entry.wanted_blocks,
+                   missing / placement_.devices.size()});
+}
+
+// Makes place for at least `needed` more blocks (0: one step, whose failure is no error yet): on
+// the last object, on a removed one whose blocks were written before, or on a new one.
 void File::grow(const std::shared_ptr<Appender>& entry, uint64_t needed, Actions& actions) {
-  entry->growing = true;
   entry->tried = plane_.retries();
-  if (entry->object != nullptr) {
-    submit_grow(entry, std::max(entry->step_blocks, needed), needed, actions);
-    return;
+  if (!entry->objects.empty()) {
+    const OpenObject& last = entry->objects.back();
+    if (last.allocated_blocks + std::max<uint64_t>(needed, 1) <= last.limit_blocks) {
+      entry->growing = true;
+      submit_grow(entry, std::max({entry->step_blocks, entry->wanted_blocks, needed}), needed,
+                  actions);
+      return;
+    }
   }
   Device* device = plane_.device(entry->device);
+  const uint64_t limit = limit_blocks(*entry, needed);
+  if (device != nullptr && limit > blocks_up(plane_.first_object_bytes())) {
+    if (auto kept = device->take_kept_object(limit * kBlockBytes); kept.has_value()) {
+      const uint64_t blocks = kept->bytes / kBlockBytes;
+      objects_[{entry->device, kept->id}] = kept->object;
+      entry->objects.push_back({std::move(kept->object), kept->id, blocks, blocks});
+      entry->wanted_blocks -= std::min(entry->wanted_blocks, blocks);
+      if (blocks < needed) grow(entry, needed - blocks, actions);
+      return;
+    }
+  }
+  // Ahead of need only right before the end of a large one: the file may end, too.
+  const uint64_t so_far = entry->allocated_blocks();
+  if (needed == 0 && (so_far < kGrowBlocksMax || entry->blocks_left() > so_far / 8)) return;
+  entry->growing = true;
   actions.add([self = shared_from_this(), entry, needed, device] {
     if (device == nullptr) {
       self->object_made(entry, needed, EIO, nullptr, 0);
@@ -153,10 +198,10 @@ void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, 
       Device* device = plane_.device(entry->device);
       actions.add([device, id] { device->remove_object(id, [](int) {}); });
     } else {
-      entry->object = object;
-      entry->id = id;
-      objects_[{entry->device, id}] = std::move(object);
-      submit_grow(entry, std::max(entry->step_blocks, needed), needed, actions);
+      objects_[{entry->device, id}] = object;
+      entry->objects.push_back({std::move(object), id, limit_blocks(*entry, needed)});
+      submit_grow(entry, std::max({entry->step_blocks, entry->wanted_blocks, needed}), needed,
+                  actions);
     }
   }
   actions.run();
@@ -164,10 +209,12 @@ void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, 
 
 void File::submit_grow(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64_t needed,
                        Actions& actions) {
+  const OpenObject& last = entry->objects.back();
+  blocks = std::min(blocks, last.limit_blocks - last.allocated_blocks);
   auto* request = new CallRequest();
   request->op = IoOp::Allocate;
-  request->object = entry->object;
-  request->offset = entry->allocated_blocks * kBlockBytes;
+  request->object = last.object;
+  request->offset = last.allocated_blocks * kBlockBytes;
   request->length = blocks * kBlockBytes;
   // What was acknowledged had its space, which may have gone into what every takeover needs.
   request->uses_reserve = needed != 0 && blocks == needed && !recovered_slots_.empty();
@@ -195,11 +242,13 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
       // The device may have it then.
     } else if (error != 0 && needed != 0 && blocks > needed) {
       entry->step_blocks = 1;
+      entry->wanted_blocks = 0;
       submit_grow(entry, needed, needed, actions);  // nearly full: just what is needed
     } else {
       entry->growing = false;
       if (error == 0) {
-        entry->allocated_blocks += blocks;
+        entry->objects.back().allocated_blocks += blocks;
+        entry->wanted_blocks -= std::min(entry->wanted_blocks, blocks);
         entry->step_blocks =
             std::min(std::max(entry->step_blocks, blocks) * kGrowFactor, kGrowBlocksMax);
       } else if (needed != 0) {
@@ -217,29 +266,29 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
 // Gives back what was preallocated behind the last byte written.
 void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions) {
   entry->trim_wanted = entry->growing;
-  if (entry->growing || entry->object == nullptr || entry->reserved_blocks != 0) return;
-  if (entry->allocated_blocks * kBlockBytes <= entry->written_end) return;
-  entry->allocated_blocks = entry->next_block;
+  if (entry->growing || entry->reserved_blocks != 0) return;
+  for (OpenObject& each : entry->objects) {
+    if (each.allocated_blocks * kBlockBytes <= each.written_end) continue;
+    each.allocated_blocks = each.next_block;
+    submit_truncate(entry->device, each.object, each.written_end, actions);
+  }
   entry->step_blocks = 1;
-  auto* request = new CallRequest();
-  request->op = IoOp::Truncate;
-  request->object = entry->object;
-  request->length = entry->written_end;
-  // Failing to give space back loses no data; the next trim or the removal gives it back.
-  request->call = [self = shared_from_this()](int result) { self->trimmed(result); };
-  submit(entry->device, request, actions);
 }
 
 void File::trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes,
                           Actions& actions) {
   const ObjectRef object = object_ref(key.first, key.second);
-  if (object == nullptr) return;
+  if (object != nullptr) submit_truncate(key.first, object, bytes, actions);
+}
+
+void File::submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes, Actions& actions) {
   auto* request = new CallRequest();
   request->op = IoOp::Truncate;
-  request->object = object;
+  request->object = std::move(object);
   request->length = bytes;
+  // Failing to give space back loses no data; the next trim or the removal gives it back.
   request->call = [self = shared_from_this()](int result) { self->trimmed(result); };
-  submit(key.first, request, actions);
+  submit(device, request, actions);
 }
 
 void File::trimmed(int result) {
@@ -254,13 +303,10 @@ void File::trimmed(int result) {
 void File::give_up(const std::vector<Extent>& gone, Actions& actions) {
   garbage_.insert(garbage_.end(), gone.begin(), gone.end());
   for (const Extent& extent : gone) {
-    const auto it = appenders_.find(extent.place.device);
-    if (it == appenders_.end() || it->second->object == nullptr ||
-        it->second->id != extent.place.object) {
-      continue;
-    }
+    const OpenObject* object = open_object(extent.place.device, extent.place.object);
+    if (object == nullptr) continue;
     const uint64_t end = extent.place.object_block + extent.count;
-    const uint64_t first = std::max<uint64_t>(extent.place.object_block, it->second->fresh_block);
+    const uint64_t first = std::max<uint64_t>(extent.place.object_block, object->fresh_block);
     if (first >= end) continue;
     Place place = extent.place;
     place.object_block = static_cast<uint32_t>(first);
@@ -299,11 +345,24 @@ bool File::give_back_fresh(Actions& actions, std::function<void()> done) {
   return true;
 }
 
-Place File::next_place(uint16_t device, uint64_t blocks) {
-  Appender& entry = appender(device);
-  Place place{entry.id, static_cast<uint32_t>(entry.next_block), device, false};
-  entry.next_block += blocks;
+Place File::next_place(uint16_t device, uint64_t* blocks) {
+  std::vector<OpenObject>& objects = appender(device).objects;
+  const auto it = std::find_if(objects.begin(), objects.end(),
+                               [](const OpenObject& each) { return each.blocks_left() != 0; });
+  assert(it != objects.end());  // they were promised
+  *blocks = std::min(*blocks, it->blocks_left());
+  const Place place{it->id, static_cast<uint32_t>(it->next_block), device, false};
+  it->next_block += *blocks;
   return place;
+}
+
+File::OpenObject* File::open_object(uint16_t device, uint64_t id) {
+  const auto it = appenders_.find(device);
+  if (it == appenders_.end()) return nullptr;
+  for (OpenObject& each : it->second->objects) {
+    if (each.id == id) return &each;
+  }
+  return nullptr;
 }
 
 bool File::written_at(uint64_t offset) {
@@ -358,13 +417,14 @@ void File::begin_anew(Actions& actions) {
       ++it;
       continue;
     }
-    if (entry.object != nullptr && entry.fresh_block == 0) {
-      unused.push_back(Extent{0, 0, Place{entry.id, 0, entry.device, false}});
+    for (const OpenObject& each : entry.objects) {
+      if (each.fresh_block != 0) continue;
+      unused.push_back(Extent{0, 0, Place{each.id, 0, entry.device, false}});
       std::erase_if(fresh_garbage_, [&](const Extent& extent) {
-        return extent.place.device == entry.device && extent.place.object == entry.id;
+        return extent.place.device == entry.device && extent.place.object == each.id;
       });
-      objects_.erase({entry.device, entry.id});
-      unflushed_.erase({entry.device, entry.id});
+      objects_.erase({entry.device, each.id});
+      unflushed_.erase({entry.device, each.id});
     }
     it = appenders_.erase(it);
   }
@@ -507,6 +567,9 @@ Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
   {
     const MutexLock lock(mutex_);
     outcome = allocate_locked(offset, length, keep_size, actions);
+    if (outcome.progress != Progress::Wait) {
+      for (auto& [device, entry] : appenders_) entry->wanted_blocks = 0;
+    }
   }
   actions.run();
   return outcome;
@@ -551,17 +614,21 @@ Outcome File::allocate_chunk(uint64_t chunk, uint64_t first, uint64_t end, uint6
   }
   // One preallocation for this device's whole share of the request.
   if (!entry.growing) {
-    entry.step_blocks =
-        std::max(entry.step_blocks, blocks_up(ahead * kBlockBytes) / placement_.devices.size());
+    entry.wanted_blocks = ahead / placement_.devices.size();
   }
   if (!space_ready(number, blocks, actions)) return Outcome::wait();
   std::vector<WrittenExtent> placed;
-  for (Extent& run : runs) {
-    run.place = next_place(number, run.count);
-    run.place.unwritten = true;
-    entry.written_end = entry.next_block * kBlockBytes;
-    placed.push_back({run, {}});
-    map_.assign(placed.back(), nullptr);
+  for (const Extent& run : runs) {
+    for (uint64_t at = run.block; at < run.end();) {
+      Extent part{at, run.end() - at, {}};
+      part.place = next_place(number, &part.count);
+      part.place.unwritten = true;
+      at = part.end();
+      placed.push_back({part, {}});
+      map_.assign(placed.back(), nullptr);
+      OpenObject* object = open_object(number, part.place.object);
+      object->written_end = object->next_block * kBlockBytes;
+    }
   }
   note([&](Journal& journal, const FileState& state) {
     return journal.note_extents(state, placed);

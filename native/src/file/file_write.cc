@@ -207,8 +207,9 @@ uint64_t File::blocks_needed(const ChunkPiece& piece, std::bitset<kSlotBlocksMax
     for (uint64_t b = begin / kBlockBytes; b * kBlockBytes < end; ++b) {
       Extent extent;
       if (piece.slot->reserved[b] && piece.slot->device == piece.device) continue;
-      const bool has_place =
-          map_.find(first + b, &extent) && extent.place.unwritten && extent.place.device != moving_;
+      // Before this one gets there a barrier may take it away, or a move put it elsewhere.
+      const bool has_place = map_.find(first + b, &extent) && extent.place.unwritten &&
+                             extent.place.device != moving_ && barriers_.empty();
       if (has_place && !on_its_way(b)) continue;
       blocks->set(b);
     }

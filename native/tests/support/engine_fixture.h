@@ -27,6 +27,7 @@ struct EngineOptions {
   bool take_over = false;    // it is there
   uint64_t mount_count = 0;  // how often these devices were opened before
   bool checksums = true;
+  uint64_t first_object_bytes = uint64_t{8} << 20;
 };
 
 // The catalog's part: what the last committed snapshot of an inode said.
@@ -224,6 +225,7 @@ class EngineFixture {
     config.take_over = options_.take_over;
     config.filesystem_id = "fixture";
     config.checksums = options_.checksums;
+    config.first_object_bytes = options_.first_object_bytes;
     auto opened = Engine::open(config);
     REQUIRE_MESSAGE(opened.ok(), opened.status().message());
     engine_ = opened.take();

@@ -277,6 +277,7 @@ def cut_again_and_again(*, cuts: int, seed: int, steps: int, run: Run, totals: T
             course=Course(
                 kills=KILLS if number % 3 == 2 else 0,
                 changes_devices=run.changes.in_recording(number),
+                small_objects=number % 3 != 0,
             ),
         )
         totals.devices.update(count_changes(read_device_changes(events)))

@@ -26,15 +26,20 @@ from tests.crash.power.recording import Event, make_log, read_log, recording_env
 FOLDERS = 5
 """Directories that are recorded: the first `DEVICES` become devices when they are formatted."""
 KILL_AFTER_S = 1.0
+SMALL_OBJECTS = REPOSITORY / "tests" / "crash" / "power" / "small_objects"
 LOG_NAME = "recording"
 DEVICES_NAME = "device"
 
 
 class Course(NamedTuple):
-    """What happens in a recording beside the programs: kills of the server, new devices."""
+    """What happens in a recording beside the programs: kills of the server, new devices.
+
+    With `small_objects` most files have some that are kept when they are removed.
+    """
 
     kills: int = 0
     changes_devices: bool = False
+    small_objects: bool = False
 
 
 NOTHING = Course()
@@ -53,6 +58,8 @@ def record(
     for device in devices:
         device.mkdir()
     environment = recording_environment(log, devices)
+    if course.small_objects:
+        environment["PYTHONPATH"] = os.pathsep.join((str(SMALL_OBJECTS), str(REPOSITORY)))
     with mounted(
         devices=devices[:DEVICES],
         options=("chunk=128K",),

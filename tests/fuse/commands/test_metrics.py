@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fpfs.core.engine import BLOCK_BYTES
 from fpfs.testing.mounted import mounted
 from tests.support.refusals import refusal
 from tests.support.servers import kill
@@ -119,7 +120,7 @@ def test_the_figures_of_a_save() -> None:
             assert after["fpfs_device_requests_in_flight", device] == 0
         # Counted in whole blocks of the device.
         written_bytes = sum(after["fpfs_device_written_bytes_total", d] for d in ("0", "1"))
-        assert SIZE <= written_bytes < SIZE + 4096
+        assert SIZE <= written_bytes < SIZE + BLOCK_BYTES
 
 
 @contextlib.contextmanager

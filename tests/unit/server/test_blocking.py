@@ -82,7 +82,7 @@ def scrape_of(mount: Rig) -> Scrape:
 
 def questions(mount: Rig) -> dict[str, Ask]:
     """All that asks a device's filesystem while programs use the mount."""
-    space = DeviceSpace(lambda: {0: str(mount.folder)})
+    space = DeviceSpace(lambda: {0: str(mount.folder)}, dict)
     scrape = scrape_of(mount)
     return {
         "statfs": lambda: space.measure(inode_count=1),
@@ -149,7 +149,8 @@ async def test_a_drain_compares_devices_beside_the_event_loop(
     async with rig(tmp_path) as mount:
         registry: Any = SimpleNamespace(members=members(tmp_path, count=3))
         devices = {number: SimpleNamespace(failed=False) for number in range(3)}
-        engine: Any = SimpleNamespace(statistics=lambda: SimpleNamespace(devices=devices))
+        statistics = SimpleNamespace(devices=devices, kept_bytes={})
+        engine: Any = SimpleNamespace(statistics=lambda: statistics)
         draining = Draining(
             catalog=mount.catalog,
             engine=engine,

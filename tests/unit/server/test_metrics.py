@@ -70,6 +70,7 @@ def figures(*, mountpoint: str = "/ckpt") -> Figures:
         in_flight_max=5,
         queued=4,
         errors=6,
+        kept_bytes=12,
         checksum_errors=7,
         read_errors=8,
         write_latency=durations(1000, 1001, 10**12),

@@ -28,7 +28,7 @@ def test_every_option_can_be_given() -> None:
         [
             "ack=close,backend=threads,staging=64M,chunk=256K,depth=4,receivers=3,idle=deep",
             "checksums=off,device=/a,device=/b,log=/l,fsname=/a:/b,allow_other,adopt,ro,nosuid",
-            "whole=*.a:*.b,degraded,metrics=[::1]:9464",
+            "whole=*.a:*.b,degraded,metrics=[::1]:9464,reuse=10",
         ]
     )
     assert options == MountOptions(
@@ -38,6 +38,7 @@ def test_every_option_can_be_given() -> None:
         chunk_bytes=256 * 1024,
         depth=4,
         receivers=3,
+        reuse=10,
         idle=Idle.DEEP,
         checksums=Checksums.OFF,
         devices=("/a", "/b"),
