@@ -8,13 +8,14 @@ into a file that is not truncated first, whose pages are all in the page cache.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Missing, nothing
 from benchmarks.peers import fio
-from benchmarks.places import Bench, deepspeed_python, remove, state_bytes, sync
+from benchmarks.places import Bench, FpfsMount, deepspeed_python, remove, state_bytes, sync
 from benchmarks.worker import Worker
 
 FILE = "state.pt"
@@ -74,7 +75,8 @@ def _device_speed(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
     with contextlib.ExitStack() as stack:
         worker = stack.enter_context(bench.worker(tensors=tensors))
         plain = stack.enter_context(bench.plain())
-        mount = stack.enter_context(bench.fpfs())
+        # Fresh blocks, as fio's are.
+        mount = stack.enter_context(bench.fpfs(options=("-o", "reuse=0")))
         common: dict[str, Any] = {"worker": worker, "total_bytes": total_bytes, "fsync": True}
 
         def fresh(name: str, **options: Any) -> Contender:
@@ -122,6 +124,45 @@ def _deepspeed(
     ]
 
 
+ROTATED = 2
+"""Names that checkpoints take turns at."""
+
+
+@contextlib.contextmanager
+def _rotation(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
+    total_bytes = state_bytes(tensors)
+    with (
+        bench.worker(tensors=tensors) as worker,
+        bench.plain() as plain,
+        bench.fpfs() as mount,
+        bench.fpfs(options=("-o", "reuse=0")) as fresh,
+    ):
+
+        def rotating(name: str, on: FpfsMount, **options: Any) -> Contender:
+            names = itertools.cycle(on.path / f"state{number}.pt" for number in range(ROTATED))
+
+            def play() -> float:
+                timing = worker.call("save", path=str(next(names)), fsync=True, **options)
+                return total_bytes / timing.seconds / 1e9
+
+            # Until all that is replaced takes new bytes.
+            for _ in range(2 * ROTATED):
+                play()
+                on.flush()
+            return Contender(name=name, play=play, settle=on.flush)
+
+        def limit() -> float:
+            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+
+        limit()
+        yield [
+            Contender(name="fio, overwriting", play=limit, settle=sync),
+            rotating("fpfs, CRC32 off", mount, crc32=False),
+            rotating("fpfs, CRC32 off, reuse=0", fresh, crc32=False),
+            rotating("fpfs, zip", mount),
+        ]
+
+
 EARLY_BOUNDS = (
     Bound(contender="fpfs", peer="/dev/null", figure=0.42),
     Bound(contender="fpfs", peer="filesystem", figure=0.95),
@@ -130,6 +171,11 @@ SYNCED_BOUNDS = (Bound(contender="fpfs", peer="filesystem", figure=1.5),)
 DEVICE_BOUNDS = (
     Bound(contender="fpfs, CRC32 off", peer="fio", figure=0.80),
     Bound(contender="fpfs, legacy", peer="fio", figure=0.80),
+)
+
+ROTATION_BOUNDS = (
+    Bound(contender="fpfs, CRC32 off", peer="fio, overwriting", figure=0.85),
+    Bound(contender="fpfs, CRC32 off", peer="fpfs, CRC32 off, reuse=0", figure=1.1),
 )
 
 GROUPS = (
@@ -174,5 +220,12 @@ GROUPS = (
         unit="GB/s",
         open=lambda bench: _device_speed(bench, bench.scale.tensors_large),
         bounds=DEVICE_BOUNDS,
+    ),
+    Group(
+        name="save-rotating",
+        title="torch.save and fsync over two names in turn against the device",
+        unit="GB/s",
+        open=lambda bench: _rotation(bench, bench.scale.tensors),
+        bounds=ROTATION_BOUNDS,
     ),
 )
