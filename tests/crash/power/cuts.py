@@ -108,6 +108,8 @@ class Totals:
         """Cuts in the first mount, whose half-made filesystem had to be made anew."""
         self.tally = Tally()
         self.recorded: Counter[str] = Counter()
+        self.kept = 0
+        """Removed objects that were kept for new bytes, under another name."""
         self.devices: Counter[str] = Counter()
         """How often devices were added, drained, kept and removed in recordings."""
         self.violations = 0
@@ -119,7 +121,8 @@ class Totals:
         )
         done = self.tally.counts
         return (
-            f"recorded: {kinds}\ndevices: {dict(self.devices)}\n"
+            f"recorded: {kinds}\n{self.kept} removed objects were kept\n"
+            f"devices: {dict(self.devices)}\n"
             f"{self.cuts} cuts, each mounted through the kernel; of the uncertain operations"
             f" {done['kept']} were kept, {done['dropped']} dropped, {done['torn']} torn,"
             f" {done['reordered']} kept although an earlier one was not;"
@@ -149,6 +152,17 @@ class Run(NamedTuple):
     forget: str
     images: Path
     changes: Changes = Changes.SOMETIMES
+
+
+def count_kept(events: Sequence[Event]) -> int:
+    """How often a removed object got another name."""
+    return sum(
+        event.is_end
+        and event.operation.kind is Kind.RENAME
+        and not event.operation.failed
+        and "/objects/" in event.operation.path
+        for event in events
+    )
 
 
 def choose_cuts(events: Sequence[Event], *, count: int, chance: random.Random) -> list[Cut]:
@@ -277,11 +291,12 @@ def cut_again_and_again(*, cuts: int, seed: int, steps: int, run: Run, totals: T
             course=Course(
                 kills=KILLS if number % 3 == 2 else 0,
                 changes_devices=run.changes.in_recording(number),
-                small_objects=number % 3 != 0,
+                small_objects=number % 3 != 1,
             ),
         )
         totals.devices.update(count_changes(read_device_changes(events)))
         totals.recorded.update(e.operation.kind.name for e in events if not e.is_end)
+        totals.kept += count_kept(events)
         count = min(CUTS_A_RECORDING, cuts - first)
         chosen = choose_cuts(events, count=count, chance=chance)
         print(f"{len(events)} events recorded, {totals.cuts} cuts so far", flush=True)
