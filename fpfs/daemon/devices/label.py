@@ -162,9 +162,10 @@ def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 
             holder = lock_holder(path)
             if not (_drains(holder) and _try_lock(lock_fd)):
                 raise _in_use(path, holder, asked=asked)
-        os.ftruncate(lock_fd, 0)
-        holder = LockHolder(holder_pid or os.getpid(), mountpoint)
-        os.pwrite(lock_fd, msgspec.json.encode(holder), 0)
+        content = msgspec.json.encode(LockHolder(holder_pid or os.getpid(), mountpoint))
+        # Over what is there, and cut then: a full device lets a block go and has none for it again.
+        os.pwrite(lock_fd, content, 0)
+        os.ftruncate(lock_fd, len(content))
         return lock_fd
     except BaseException:
         os.close(lock_fd)

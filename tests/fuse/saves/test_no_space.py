@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.daemon.devices.label import lock_directory
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
@@ -273,6 +274,18 @@ def test_devices_without_a_free_block_are_mounted_and_make_room(
         assert_same((mount.root / "after").read_bytes(), piece(2))
         assert_same((mount.root / "other").read_bytes(), piece(0))
         assert not (mount.root / "victim").exists()
+
+
+@pytest.mark.parametrize("filesystem", Filesystem, ids=lambda filesystem: filesystem.value)
+def test_a_lock_is_taken_without_a_free_block(tmp_path: Path, filesystem: Filesystem) -> None:
+    """The block that says who holds it is not let go of: there may be none for it again."""
+    with faulty_mount(tmp_path, filesystem=filesystem) as (mount, devices):
+        mount.unmount()
+        for _ in range(5):
+            devices.fill(0, leave_bytes=0)
+            os.close(lock_directory(str(devices.folders[0]), mountpoint="/ckpt", asked="test"))
+        devices.empty(0)
+        mount.mount()
 
 
 def keep_former(mount: Mount, path: Path, *, count: int) -> list[Path]:
