@@ -80,7 +80,8 @@ def test_the_live_view(terminal: Terminal, key: str) -> None:
         assert "ended" not in idle
         with open(mount.root / "model.pt", "wb", buffering=0) as stream:
             stream.write(os.urandom(SIZE))
-            busy = terminal.wait_for(lambda text: "model.pt" in text)
+            # It is shown as soon as it is open, of no bytes then.
+            busy = terminal.wait_for(lambda text: "model.pt" in text and "2.86 MiB" in text)
             lines = busy.splitlines()
             assert len(lines) <= LINES
             assert all(len(line) <= COLUMNS for line in lines)
