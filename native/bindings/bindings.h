@@ -11,5 +11,6 @@ namespace fpfs {
 void check(const Status& status);
 
 void bind_catalog(nanobind::module_& module);
+void bind_client(nanobind::module_& module);
 
 }  // namespace fpfs

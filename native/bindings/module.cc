@@ -589,6 +589,7 @@ NB_MODULE(_native, module) {
 
   bind_directories(module);
   bind_catalog(module);
+  bind_client(module);
   bind_tracer(module);
   nb::class_<Engine> type(module, "Engine");
   bind_files(type);

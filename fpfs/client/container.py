@@ -1,0 +1,226 @@
+"""The zip container of a torch.save file, laid out before any tensor's bytes are moved.
+
+`lay_out` lets torch.save itself write the container under `torch.serialization.skip_data`, so the
+format is torch's own, byte for byte; what torch would have copied from storages is left out and
+known as `records`. Only the CRC32s of these are missing then: each stands behind its record and in
+the archive's directory (`crc_places`), and is entered while the file is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_DESCRIPTOR = b"PK\x07\x08"
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_ENTRY_SIGNATURE = b"PK\x01\x02"
+_END = struct.Struct("<4s4H2LH")
+_END_SIGNATURE = b"PK\x05\x06"
+_LOCATOR = struct.Struct("<4sLQL")
+_LOCATOR_SIGNATURE = b"PK\x06\x07"
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_CRC_IN_ENTRY = 16
+
+
+class Unsupported(ValueError):
+    """This torch lays out its files in a way that is not known here."""
+
+
+class Text(NamedTuple):
+    """Part of the container that lies in one piece, in the file and in `Container.text`."""
+
+    offset: int
+    bytes: int
+    start: int
+    """In `Container.text`."""
+
+
+class Record(NamedTuple):
+    """The bytes of one storage in the file."""
+
+    offset: int
+    bytes: int
+    storage: torch.UntypedStorage
+
+
+class CrcPlace(NamedTuple):
+    """Where the file holds the CRC32 of a record, little-endian."""
+
+    offset: int
+    part: int
+    """Index of the record in `Container.parts`."""
+
+
+class Container(NamedTuple):
+    """A torch.save file but for the bytes of its storages and their CRC32s."""
+
+    bytes: int
+    """Of the file."""
+    text: bytearray
+    """All that is not storages' bytes."""
+    parts: list[Text | Record]
+    """The file from its begin to its end. Storages of no bytes are left out."""
+    crc_places: list[CrcPlace]
+    """In order; two for each record, behind it."""
+
+
+class _Sink:
+    """What torch.save writes to: keeps what is written and notes what is skipped."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.texts: list[Text] = []
+        self.skipped: list[tuple[int, int]] = []
+        """Offset and bytes of what lies behind each text but the last."""
+        self._at = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.text += data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR:
+            raise Unsupported(f"torch.save wants to seek from {whence}")
+        self.end_text()
+        self.skipped.append((self._at, offset))
+        self._at += offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def flush(self) -> None:
+        pass
+
+    def end_text(self) -> None:
+        start = self.texts[-1].start + self.texts[-1].bytes if self.texts else 0
+        count = len(self.text) - start
+        self.texts.append(Text(self._at - count, count, start))
+
+
+class _Pickling:
+    """Stands for the module pickle in torch.save, and sees which storages it saves.
+
+    `pickled` is called between the pickling and the writing of the first record.
+    """
+
+    def __init__(self, *, pickled: Callable[[], object]) -> None:
+        storages: dict[str, torch.UntypedStorage] = {}
+        self.storages = storages
+        """By torch's keys, in the order that they have in the file."""
+
+        class Pickler(pickle.Pickler):
+            def __init_subclass__(cls, **arguments: Any) -> None:
+                # torch's pickler derives from this one; its persistent_id gives storages keys.
+                super().__init_subclass__(**arguments)
+                torchs = cls.persistent_id
+
+                def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                    saved = torchs(self, obj)
+                    if isinstance(saved, tuple) and saved[0] == "storage":
+                        typed = isinstance(obj, torch.storage.TypedStorage)
+                        # Its function untyped() warns, of what torch itself does.
+                        storages[saved[2]] = obj._untyped_storage if typed else obj  # noqa: SLF001
+                    return saved
+
+                cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+            def dump(self, obj: Any) -> None:
+                super().dump(obj)
+                pickled()
+
+        self.Pickler = Pickler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+
+def lay_out(state: Any) -> Container:
+    """Lay out the file that torch.save would write of `state`; nothing of its tensors is read.
+
+    Raises what torch.save raises of a state that it cannot save, and `Unsupported`.
+    """
+    sink = _Sink()
+    with contextlib.ExitStack() as skipping:
+        # Not while it pickles: some tensors are refused then that are saved as all others.
+        pickling = _Pickling(
+            pickled=lambda: skipping.enter_context(torch.serialization.skip_data())
+        )
+        torch.save(state, sink, pickle_module=pickling)
+    sink.end_text()
+    storages = [storage for storage in pickling.storages.values() if storage.nbytes() > 0]
+    if [storage.nbytes() for storage in storages] != [count for _, count in sink.skipped]:
+        raise Unsupported("torch.save left out other bytes than those of the storages")
+    parts: list[Text | Record] = []
+    for text, (offset, count), storage in zip(sink.texts, sink.skipped, storages, strict=False):
+        parts += [text, Record(offset, count, storage)]
+    parts.append(sink.texts[-1])
+    places = [*_places_behind(sink), *_places_in_directory(sink)]
+    return Container(bytes=sink.tell(), text=sink.text, parts=parts, crc_places=places)
+
+
+def _places_behind(sink: _Sink) -> list[CrcPlace]:
+    """Each record's CRC32 is the first of what follows it."""
+    for text in sink.texts[1:]:
+        if not sink.text.startswith(_DESCRIPTOR, text.start):
+            raise Unsupported("torch.save writes no CRC32 behind what it left out")
+    return [
+        CrcPlace(text.offset + len(_DESCRIPTOR), _record_part(index))
+        for index, text in enumerate(sink.texts[1:])
+    ]
+
+
+def _places_in_directory(sink: _Sink) -> list[CrcPlace]:
+    """The directory is the last of the file, and names the records in order."""
+    text, last = sink.text, sink.texts[-1]
+    count, offset = _find_directory(text)
+    if offset < last.offset:
+        raise Unsupported("torch.save's directory is not at the end")
+    places: list[CrcPlace] = []
+    at = last.start + (offset - last.offset)
+    for _ in range(count):
+        fields = _ENTRY.unpack_from(text, at)
+        signature, crc, size = fields[0], fields[7], fields[9]
+        name_bytes, extra_bytes, comment_bytes = fields[10:13]
+        if signature != _ENTRY_SIGNATURE:
+            raise Unsupported("torch.save's directory cannot be read")
+        name = bytes(text[at + _ENTRY.size : at + _ENTRY.size + name_bytes])
+        folder, _, key = name.rpartition(b"/")
+        if size > 0 and key.isdigit() and folder.endswith(b"/data"):
+            if crc != 0:
+                raise Unsupported("torch.save has the CRC32 of what it left out")
+            in_file = last.offset + (at - last.start) + _CRC_IN_ENTRY
+            places.append(CrcPlace(in_file, _record_part(len(places))))
+        at += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
+    if len(places) != len(sink.skipped):
+        raise Unsupported("torch.save's directory does not name each storage")
+    return places
+
+
+def _record_part(index: int) -> int:
+    """Records and texts take turns in `Container.parts`, which begins with a text."""
+    return 2 * index + 1
+
+
+def _find_directory(text: bytearray) -> tuple[int, int]:
+    """How many entries the archive's directory has, and its offset in the file."""
+    end = len(text) - _END.size
+    signature, _, _, _, count, _, offset, _ = _END.unpack_from(text, end)
+    if signature != _END_SIGNATURE:
+        raise Unsupported("torch.save's file does not end as a zip archive")
+    locator = end - _LOCATOR.size
+    end64 = locator - _END64.size
+    if text.startswith(_LOCATOR_SIGNATURE, locator):
+        fields = _END64.unpack_from(text, end64)
+        count, offset = fields[7], fields[9]
+    return count, offset
+
+
+__all__ = ["Container", "CrcPlace", "Record", "Text", "Unsupported", "lay_out"]

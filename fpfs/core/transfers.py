@@ -1,0 +1,47 @@
+"""Bytes between memory and a file, moved by native threads without the GIL.
+
+A piece is ``(address, bytes, offset in the file)``, the place of a CRC32 ``(offset in the file,
+index of a piece)``: native/src/client/piece_writer.h. Whoever calls keeps the memory and the
+descriptor until `finish` has returned.
+"""
+
+from __future__ import annotations
+
+from fpfs import _native
+
+SIGNALS_S = 0.1
+"""How long a signal waits for the interpreter while native threads work."""
+
+PieceReader = _native.PieceReader
+PieceWriter = _native.PieceWriter
+read_pieces = _native.read_pieces
+reserve_file = _native.reserve_file
+write_pieces = _native.write_pieces
+
+
+def run_to_end(transfer: PieceReader | PieceWriter) -> None:
+    """Wait until everything is moved. OSError of the first failure; nothing is under way then."""
+    try:
+        while not transfer.wait(SIGNALS_S):
+            pass
+    finally:
+        finish(transfer)
+    transfer.check()
+
+
+def finish(transfer: PieceReader | PieceWriter) -> None:
+    """Begin nothing more, and wait for what is under way."""
+    transfer.cancel()
+    while not transfer.wait(SIGNALS_S):
+        pass
+
+
+__all__ = [
+    "PieceReader",
+    "PieceWriter",
+    "finish",
+    "read_pieces",
+    "reserve_file",
+    "run_to_end",
+    "write_pieces",
+]

@@ -1,0 +1,14 @@
+// Memory and its place in a file: what clients write and read.
+#pragma once
+
+#include <cstdint>
+
+namespace fpfs {
+
+struct Piece {
+  char* data;
+  uint64_t bytes;
+  uint64_t offset;
+};
+
+}  // namespace fpfs

@@ -1,0 +1,194 @@
+"""fpfs.client on a mount: whole or not at all, whoever is killed, whatever is full or damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fpfs
+from fpfs import client
+from fpfs.client.replacement import PREFIX
+from fpfs.core import transfers
+from fpfs.core.protocol.reports import FileStatus
+from fpfs.testing.mounted import Mount, mounted
+from tests.support.failures.damage import blocks_of, flip
+from tests.support.failures.faults import MEBIBYTE, faulty_mount
+from tests.support.processes import python_child
+from tests.support.seeds import IS_LONG, chosen_seed
+from tests.support.servers import kill
+from tests.support.states import large_state, odd_state, same
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.clients,
+    # torch's own, of types that it is not done with.
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+KILLS = 100 if IS_LONG else 12
+DELAY_S = 0.15
+
+# For each line on stdin it has a child that saves over and over, from that step on.
+SAVES = """
+import os, sys, torch
+from fpfs import client
+path = sys.argv[1]
+torch.set_num_threads(1)
+for line in sys.stdin:
+    child = os.fork()
+    if child:
+        print("child", child, flush=True)
+        os.waitpid(child, 0)
+        continue
+    step = int(line)
+    state = {str(i): torch.zeros(500_001 + i, dtype=torch.int32) for i in range(8)}
+    while True:
+        for tensor in state.values():
+            tensor.fill_(step)
+        client.save(state, path, durable=step % 3 == 0)
+        os.write(1, f"saved {step}\\n".encode())
+        step += 1
+"""
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint is of, whose tensors are all there and of one step."""
+    state = client.load(path)
+    assert len(state) == 8
+    (step,) = {int(value) for tensor in state.values() for value in tensor.unique()}
+    return step
+
+
+def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:
+    state = {"odd": odd_state(), "large": large_state(seed=1)}
+    theirs, ours = directory / "theirs.pt", directory / "ours.pt"
+    torch.save(state, theirs)
+    client.save(state, ours)
+    mount.remount()
+    for path in (theirs, ours):
+        assert same(client.load(path, weights_only=False), state)
+    assert same(torch.load(ours, weights_only=False), state)
+    assert same(torch.load(ours, weights_only=False, mmap=True)["large"], state["large"])
+    assert sorted(os.listdir(directory)) == ["ours.pt", "theirs.pt"]
+
+
+def test_durable_is_durable(directory: Path, mount: Mount) -> None:
+    saved = client.save(large_state(seed=2), directory / "state.pt", durable=True)
+    assert saved.durable
+    status = fpfs.status(directory / "state.pt")
+    assert isinstance(status, FileStatus)
+    assert status.durable
+
+
+@pytest.fixture
+def own() -> Iterator[Mount]:
+    """A mount where writers are killed."""
+    with mounted(devices=2) as mount:
+        mount.allow_log(r"the writer of \.fpfs-save-.*\.state\.pt was cut off by SIGKILL: ")
+        yield mount
+
+
+def test_a_saver_that_is_killed_leaves_a_whole_file(own: Mount) -> None:
+    chance = random.Random(chosen_seed())
+    path = own.root / "state.pt"
+    with python_child(SAVES, path) as saver:
+        assert saver.stdin is not None
+        assert saver.stdout is not None
+        last = 0
+        for _ in range(KILLS):
+            saver.stdin.write(f"{last + 1}\n")
+            saver.stdin.flush()
+            while not (line := saver.stdout.readline()).startswith("child "):
+                # Of the one before, which was killed since.
+                assert int(line.removeprefix("saved ")) <= last
+            pid = int(line.removeprefix("child "))
+            assert saver.stdout.readline() == f"saved {last + 1}\n"
+            # At any moment of what a save does, and of what it does not.
+            time.sleep(chance.uniform(0, DELAY_S))
+            os.kill(pid, signal.SIGKILL)
+            found = step_of(path)
+            assert found > last
+            last = found
+    # Nothing else is left, of all that were killed.
+    client.save({}, path)
+    wait_until(lambda: os.listdir(own.root) == ["state.pt"])
+
+
+def test_a_server_that_is_killed_is_not_noticed(own: Mount) -> None:
+    path = own.root / "state.pt"
+    own.expect_log("died .signal 9.: starting another")
+    states = [large_state(seed=number, tensors=3) for number in range(2)]
+    for number in range(4):
+        kill(own)
+        client.save(states[number % 2], path, durable=True)
+        assert same(client.load(path), states[number % 2])
+
+
+def test_a_full_device_is_found_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faulty_mount(tmp_path) as (mount, devices):
+        path = mount.root / "state.pt"
+        client.save({"step": 1}, path)
+        mount.flush()
+        for number in range(2):
+            devices.fill(number, leave_bytes=4 * MEBIBYTE)
+
+        def write(*_: object, **__: object) -> None:
+            raise AssertionError("it writes")
+
+        monkeypatch.setattr("fpfs.client.saving.write_pieces", write)
+        with pytest.raises(OSError, match="No space left on device") as refused:
+            client.save(large_state(seed=3), path)
+        assert refused.value.errno == errno.ENOSPC
+        assert os.listdir(mount.root) == ["state.pt"]
+        assert client.load(path) == {"step": 1}
+        for number in range(2):
+            devices.empty(number)
+
+
+def test_an_interrupt_leaves_the_file_before(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "state.pt"
+    client.save({"step": 1}, path)
+
+    def interrupted(*arguments: Any, **options: Any) -> object:
+        writer = transfers.write_pieces(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return writer
+
+    monkeypatch.setattr("fpfs.client.saving.write_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.save(large_state(seed=4), path)
+    assert client.load(path) == {"step": 1}
+    assert os.listdir(directory) == ["state.pt"]
+
+
+def test_damaged_bytes_are_not_loaded() -> None:
+    with mounted() as mount:
+        path = mount.root / "state.pt"
+        state = large_state(seed=5)
+        client.save(state, path, durable=True)
+        damaged = blocks_of(mount, path)[20]
+        mount.expect_log(damaged.log_pattern())
+        mount.unmount()
+        flip(damaged.path, damaged.offset + 77)
+        mount.mount()
+        with pytest.raises(OSError, match="Input/output error") as refused:
+            client.load(path)
+        assert refused.value.errno == errno.EIO
+        flip(damaged.path, damaged.offset + 77)
+        mount.remount()
+        assert same(client.load(path), state)
+        assert not [name for name in os.listdir(mount.root) if name.startswith(PREFIX)]

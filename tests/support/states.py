@@ -1,0 +1,175 @@
+"""States that are saved: all that tensors may be, random nested ones, and their comparison."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+
+DTYPES = tuple(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not re.search(r"qu?int|\bu?int[1-7]$", str(dtype))
+)
+"""Those of ordinary tensors that torch.save takes."""
+
+
+class Custom:
+    """An object of the caller's own, which is pickled."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and same(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Named(torch.Tensor):
+    """A subclass of tensors with an attribute."""
+
+    label: str
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
+    """Random bits, as a tensor; NaNs are among them."""
+    count = dtype.itemsize
+    for length in shape:
+        count *= length
+    generator = torch.Generator().manual_seed(seed)
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (count,), dtype=torch.uint8, generator=generator)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ComplexHalf support is experimental", UserWarning)
+        return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def odd_state() -> dict[str, Any]:
+    """Every kind of tensor that torch.save takes."""
+    base = random_tensor(torch.float32, (40, 30), seed=1)
+    named = random_tensor(torch.float32, (3, 5), seed=2).as_subclass(Named)
+    named.label = "of a subclass"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        odd = {
+            "quantized": torch.quantize_per_tensor(torch.randn(5, 5), 0.1, 3, torch.qint8),
+            "quantized by channel": torch.quantize_per_channel(
+                torch.randn(4, 4), torch.rand(4) + 0.1, torch.zeros(4), 0, torch.qint8
+            ),
+            "sparse": torch.eye(5).to_sparse(),
+            "sparse rows": torch.eye(5).to_sparse_csr(),
+            "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]),
+        }
+    return (
+        odd
+        | {
+            "whole": base,
+            "view": base[3:7, 2:],
+            "transposed": base.t(),
+            "strided": base.flatten()[::7],
+            "expanded": torch.ones(1).expand(1000),
+            "again": base,
+            "parameter": torch.nn.Parameter(base[:2].clone()),
+            "of a subclass": named,
+            "conjugate": random_tensor(torch.complex64, (4,), seed=3).conj(),
+            "negative": torch._neg_view(torch.ones(3)),
+            "empty": torch.empty(0, 3),
+            "also empty": torch.empty(0, 3),
+            "scalar": torch.tensor(7),
+            "meta": torch.empty(5, device="meta"),
+            "object": Custom([base, {"deep": base[0]}]),
+            "ordered": OrderedDict(b=1, a=None),
+            "plain": [1, 2.5, "text", b"bytes", {3, 4}, (None, True), 10**30],
+        }
+        | {str(dtype): random_tensor(dtype, (3, 7), seed=4) for dtype in DTYPES}
+    )
+
+
+def large_state(*, seed: int, tensors: int = 6, elements: int = 700_001) -> dict[str, torch.Tensor]:
+    """Tensors of some MiB each, of odd sizes."""
+    return {
+        f"layer{number}": random_tensor(
+            torch.uint8, (4 * (elements + number) + 1,), seed=seed + number
+        )
+        for number in range(tensors)
+    }
+
+
+def some_states() -> dict[str, Any]:
+    """States by what is special about them."""
+    return {
+        "odd": odd_state(),
+        "large": large_state(seed=1),
+        "empty": {},
+        "tensor": torch.arange(3),
+        "text": "text",
+    }
+
+
+def nested_states() -> st.SearchStrategy[Any]:
+    """Random nestings of tensors of random types and shapes with plain values."""
+    shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    tensors = st.builds(
+        random_tensor, st.sampled_from(DTYPES), shapes, seed=st.integers(0, 2**31 - 1)
+    )
+    leaves = tensors | st.integers() | st.text(max_size=5) | st.none() | st.binary(max_size=9)
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.dictionaries(st.text(max_size=5), inner, max_size=5)
+            | st.tuples(inner, inner)
+            # The same twice: tensors that share their storage.
+            | inner.map(lambda value: [value, value])
+        ),
+        max_leaves=12,
+    )
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two states are equal, tensors in type, shape, strides and every bit."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, torch.Tensor):
+        return _same_tensors(found, expected)
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(
+            same(found[key], value) for key, value in expected.items()
+        )
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def _same_tensors(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    names = ("dtype", "shape", "layout", "device", "requires_grad", "is_quantized", "is_nested")
+    if any(getattr(found, name) != getattr(expected, name) for name in names if name != "shape"):
+        return False
+    if expected.is_nested:
+        return all(map(_same_tensors, found.unbind(), expected.unbind()))
+    if found.shape != expected.shape or vars(found) != vars(expected):
+        return False
+    if expected.device.type == "meta":
+        return True
+    if expected.layout != torch.strided:
+        return _same_tensors(found.to_dense(), expected.to_dense())
+    if expected.is_quantized:
+        return _same_tensors(found.int_repr(), expected.int_repr()) and _same_tensors(
+            found.dequantize(), expected.dequantize()
+        )
+    return (
+        found.stride() == expected.stride()
+        and found.is_conj() == expected.is_conj()
+        and found.is_neg() == expected.is_neg()
+        and torch.equal(_bits(found), _bits(expected))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,91 @@
+"""The container that is laid out is the one that torch.save writes."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import struct
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from fpfs.client.container import Container, Record, Text, lay_out
+from tests.support.states import large_state, some_states
+
+# torch's own, of types that it is not done with.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def filled(container: Container) -> bytes:
+    """The file, made one byte after the other, without the client's native part."""
+    made = bytearray()
+    crcs = {}
+    for index, part in enumerate(container.parts):
+        assert part.offset == len(made)
+        if isinstance(part, Text):
+            made += container.text[part.start : part.start + part.bytes]
+        else:
+            storage = ctypes.string_at(part.storage.data_ptr(), part.bytes)
+            crcs[index] = zlib.crc32(storage)
+            made += storage
+    for place in container.crc_places:
+        struct.pack_into("<L", made, place.offset, crcs[place.part])
+    return bytes(made)
+
+
+def without_id(content: bytes) -> dict[str, bytes]:
+    """What an archive holds, but for the hash of its content that torch calls its id."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None
+        return {
+            name: archive.read(name)
+            for name in archive.namelist()
+            if not name.endswith("serialization_id")
+        }
+
+
+@pytest.mark.parametrize("name", ["odd", "large", "empty", "tensor", "text"])
+def test_it_is_torchs_own(name: str) -> None:
+    state = some_states()[name]
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    found = filled(lay_out(state))
+    assert len(found) == len(expected.getvalue())
+    assert without_id(found) == without_id(expected.getvalue())
+
+
+def test_no_bytes_are_moved() -> None:
+    state = large_state(seed=2)
+    container = lay_out(state)
+    records = [part for part in container.parts if isinstance(part, Record)]
+    assert [record.storage.data_ptr() for record in records] == [
+        tensor.data_ptr() for tensor in state.values()
+    ]
+    assert len(container.text) < 10_000
+
+
+def test_a_shared_storage_is_saved_once() -> None:
+    base = torch.arange(1000)
+    container = lay_out([base, base[5:], {"again": base.view(10, 100)}])
+    (record,) = (part for part in container.parts if isinstance(part, Record))
+    assert record.bytes == 8000
+
+
+def test_what_torch_refuses_is_refused_as_torch_does() -> None:
+    bits = torch.zeros(4, dtype=torch.int32)
+    for state, error in (
+        ([bits, bits.view(torch.float32)], "view the same data as different types"),
+        (lambda: None, "pickle"),
+    ):
+        with pytest.raises(Exception, match=error) as ours:
+            lay_out(state)
+        with pytest.raises(Exception, match=error) as theirs:
+            torch.save(state, io.BytesIO())
+        assert type(ours.value) is type(theirs.value)
+    # It skips no bytes of what is saved afterwards.
+    after = io.BytesIO()
+    torch.save(torch.ones(3), after)
+    after.seek(0)
+    assert torch.equal(torch.load(after), torch.ones(3))

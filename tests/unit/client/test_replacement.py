@@ -1,0 +1,106 @@
+"""The file that takes a name's place: what is left of it when, and whose leftovers go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fpfs.client.replacement import PREFIX, Replacement
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Another process that has written half of a file, and is killed at the end."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        replacement = Replacement(str(path))
+        os.write(replacement.fd, b"half")
+        os.write(told, b"half")
+        signal.pause()
+    try:
+        assert os.read(ready, 4) == b"half"
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(told)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def replace(path: Path, content: bytes) -> None:
+    with Replacement(str(path)) as replacement:
+        os.write(replacement.fd, content)
+        replacement.commit(durable=True, flush_first=True)
+
+
+def test_the_name_has_one_or_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"former")
+    with Replacement(str(path)) as replacement:
+        os.write(replacement.fd, b"new")
+        assert path.read_bytes() == b"former"
+        replacement.commit(durable=False, flush_first=False)
+        assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["state.pt"]
+
+
+def test_without_a_commit_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"former")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt), Replacement(str(path)) as replacement:
+        os.write(replacement.fd, b"new")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"former"
+    assert names(tmp_path) == ["state.pt"]
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
+    path, other = tmp_path / "state.pt", tmp_path / "other.pt"
+    for target in (path, other):
+        with writing(target):
+            # One that is being written stays.
+            replace(target, b"new")
+            assert len(names(tmp_path)) == 2
+        (left,) = (name for name in names(tmp_path) if name.startswith(PREFIX))
+        assert left.endswith(f".{target.name}")
+        replace(path if target == other else other, b"not its own")
+        assert left in names(tmp_path)
+        replace(target, b"newer")
+        assert left not in names(tmp_path)
+        other.unlink()
+        path.unlink()
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Replacement(str(tmp_path / "none" / "state.pt"))
+
+
+def test_names_as_long_as_names_may_be(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 125 + ".ckpt")
+    replace(path, b"new")
+    assert names(tmp_path) == [path.name]
+
+
+def test_room_is_reserved(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    with Replacement(str(path)) as replacement:
+        replacement.reserve(3_000_000)
+        status = os.fstat(replacement.fd)
+        assert status.st_size == 3_000_000
+        assert status.st_blocks * 512 >= 3_000_000
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            replacement.reserve(2**62)
+    assert names(tmp_path) == []

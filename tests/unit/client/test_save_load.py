@@ -1,0 +1,279 @@
+"""save and load on a plain filesystem: both ways with torch's own, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fpfs.client import load, save
+from tests.support.states import Custom, large_state, nested_states, same, some_states
+
+# torch's own, of types that it is not done with.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a state is saved."""
+    return tmp_path / "state.pt"
+
+
+def only(path: Path) -> bool:
+    """Whether nothing else lies beside it."""
+    return os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["odd", "large", "empty", "tensor", "text"])
+def test_both_ways_with_torch(path: Path, name: str) -> None:
+    state = some_states()[name]
+    saved = save(state, path)
+    assert saved.bytes == path.stat().st_size
+    assert same(torch.load(path, weights_only=False), state)
+    assert same(load(path, weights_only=False), state)
+    assert only(path)
+    torch.save(state, path)
+    assert same(load(path, weights_only=False), state)
+
+
+@settings(max_examples=60)
+@given(state=nested_states())
+def test_random_states(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+    path = tmp_path_factory.mktemp("random") / "state.pt"
+    save(state, path)
+    assert same(torch.load(path, weights_only=False), state)
+    assert same(load(path, weights_only=False), state)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def test_unzip_finds_no_fault(path: Path) -> None:
+    save(large_state(seed=4), path)
+    for command in (["unzip", "-tqq"], [sys.executable, "-m", "zipfile", "-t"]):
+        done = subprocess.run([*command, path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_shares_a_storage_shares_it_again(path: Path) -> None:
+    base = torch.arange(10.0)
+    save([base, base[2:]], path)
+    found = load(path)
+    found[0][3] = 77.0
+    assert found[1][1] == 77.0
+
+
+def test_a_storage_of_its_own(path: Path) -> None:
+    save(torch.arange(5, dtype=torch.uint8).untyped_storage(), path)
+    assert list(load(path)) == list(torch.load(path)) == [0, 1, 2, 3, 4]
+
+
+def test_the_file_before_stays_when_it_cannot_be_pickled(path: Path) -> None:
+    save({"step": 1}, path)
+    with pytest.raises(AttributeError, match="pickle"):
+        save({"large": torch.zeros(10), "bad": lambda: None}, path)
+    assert load(path) == {"step": 1}
+    assert only(path)
+
+
+class Bomb:
+    """Deletes a file when it is loaded."""
+
+    def __init__(self, victim: str) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> Any:
+        return (os.unlink, (self.victim,))
+
+
+def test_weights_only_runs_nothing(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    save([torch.zeros(3), Bomb(str(victim))], path)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only"):
+        load(path)
+    assert victim.exists()
+    save(Custom(1), path)
+    with torch.serialization.safe_globals([Custom]):
+        assert load(path) == Custom(1)
+
+
+@pytest.mark.parametrize(
+    "map_location",
+    [
+        None,
+        "cpu",
+        torch.device("cpu"),
+        {"cpu": "cpu"},
+        lambda storage, location: storage,
+        lambda storage, location: None,
+        lambda storage, location: storage.clone(),
+    ],
+)
+def test_places_in_memory(path: Path, map_location: Any) -> None:
+    state = large_state(seed=5, tensors=3)
+    save(state, path)
+    assert same(load(path, map_location=map_location), state)
+
+
+@pytest.mark.parametrize("map_location", ["meta", torch.device("meta"), {"cpu": "meta"}])
+def test_no_place_in_memory(path: Path, map_location: Any) -> None:
+    state = {"one": torch.zeros(3), "two": torch.ones(3), "again": torch.zeros(0)}
+    save(state, path)
+    found = load(path, map_location=map_location)
+    assert {name: tensor.device.type for name, tensor in found.items()} == dict.fromkeys(
+        state, "meta"
+    )
+
+
+def test_a_place_for_each(path: Path) -> None:
+    """A function sees each storage with its bytes, as torch.load's does."""
+    state = large_state(seed=6, tensors=3)
+    seen = []
+
+    def place(storage: torch.UntypedStorage, location: str) -> None:
+        seen.append((bytes(storage[:100].tolist()), location))
+
+    save(state, path)
+    load(path, map_location=place)
+    assert seen == [(bytes(tensor[:100].tolist()), "cpu") for tensor in state.values()]
+
+
+def test_mapped(path: Path) -> None:
+    state = large_state(seed=7)
+    save(state, path)
+    assert same(load(path, mmap=True), state)
+
+
+def write_deflated(state: Any, path: Path) -> None:
+    """As torch.save, compressed afterwards by another program."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with (
+        zipfile.ZipFile(buffer) as stored,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made,
+    ):
+        for name in stored.namelist():
+            made.writestr(name, stored.read(name))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+        write_deflated,
+    ],
+    ids=["legacy", "deflated"],
+)
+def test_other_formats_are_left_to_torch(path: Path, write: Any) -> None:
+    state = large_state(seed=8, tensors=2)
+    write(state, path)
+    assert same(load(path), state)
+
+
+WRONG_CONTENT = (EOFError, IndexError, RuntimeError, pickle.UnpicklingError)
+
+
+def test_what_is_no_checkpoint_is_refused_as_torch_does(path: Path) -> None:
+    for content in (b"", b"PK\x03\x04 and no more", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(WRONG_CONTENT) as theirs:
+            torch.load(path)
+        with pytest.raises(type(theirs.value)):
+            load(path)
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        load(path.with_name("none.pt"))
+
+
+def test_a_file_that_was_cut_off(path: Path) -> None:
+    save(large_state(seed=9), path)
+    os.truncate(path, path.stat().st_size - 3_000_000)
+    with pytest.raises(RuntimeError, match="zip archive"):
+        load(path)
+
+
+def test_a_storage_behind_the_end(path: Path) -> None:
+    """The directory is whole, and says that a storage lies where the file has ended."""
+    save(large_state(seed=10, tensors=1), path)
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        (info,) = (each for each in archive.infolist() if each.filename.endswith("data/0"))
+    directory = content.rindex(b"PK\x01\x02", 0, content.rindex(info.filename.encode()))
+    wrong = bytearray(content)
+    wrong[directory + 42 : directory + 46] = (len(content) - 200).to_bytes(4, "little")
+    path.write_bytes(wrong)
+    with pytest.raises((OSError, RuntimeError)):
+        load(path)
+
+
+def test_what_is_no_path() -> None:
+    for wrong in (7, None, io.BytesIO()):
+        with pytest.raises(TypeError, match="fpfs takes a path, not"):
+            save({}, wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="fpfs takes a path, not"):
+            load(wrong)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="empty string"):
+        save({}, "")
+
+
+def test_paths_of_all_kinds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    for name in (str(path), os.fsencode(path), path, path.name, b"./state.pt"):
+        save({"of": str(name)}, name)
+        assert load(name) == {"of": str(name)}
+    strange = path.with_name(os.fsdecode(b"\xff\n " + b"x" * 240 + b".pt"))
+    save({"a": 1}, strange)
+    assert load(strange) == {"a": 1}
+
+
+def test_where_nothing_can_be_saved(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        save({}, tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        save({}, tmp_path / "nowhere" / "state.pt")
+    path.touch()
+    with pytest.raises(NotADirectoryError):
+        save({}, path / "state.pt")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file: use torch.save"):
+        save({}, tmp_path / "pipe")
+    assert sorted(os.listdir(tmp_path)) == ["pipe", "state.pt"]
+
+
+def test_links_are_followed_and_modes_stay(path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "latest.pt"
+    link.symlink_to(path)
+    umask = os.umask(0o027)
+    try:
+        save({"step": 1}, link)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o600)
+        save({"step": 2}, link)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert link.is_symlink()
+    assert load(link) == {"step": 2}
+
+
+def test_the_report(path: Path) -> None:
+    state = large_state(seed=11)
+    saved = save(state, path, durable=True)
+    assert saved.path == str(path)
+    assert saved.durable
+    assert saved.seconds >= saved.lay_out_s + saved.write_s > 0
+    # Requests that hold more than one tensor, and what is between them.
+    assert saved.copied_bytes < 256 * 1024 * (len(state) + 2)
+    assert str(saved).startswith(f"{path}: 16.0 MiB durable in ")
