@@ -27,6 +27,7 @@ from typing import Any
 TENSOR_BYTES = 64 * 1024 * 1024
 SMALL_BYTES = 4096
 STREAM_BYTES = 16 * 1024 * 1024
+DCP_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,30 @@ class Commands:
             for folder, _folders, names in os.walk(path):
                 for name in names:
                     self._sync(f"{folder}/{name}")
+
+    def save_client(self, *, path: str) -> None:
+        """Save the state with fpfs, durable."""
+        from fpfs.client import save
+
+        save(self._state, path, durable=True)
+
+    def save_dcp(self, *, path: str) -> None:
+        """Save the state with torch.distributed.checkpoint, as many threads as help, and fsync."""
+        from torch.distributed import checkpoint
+
+        writer = checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
+        checkpoint.save(self._state, storage_writer=writer, no_dist=True)
+
+    def load_only(self, *, path: str, client: bool) -> None:
+        """Load, by fpfs or by torch, and let go of it; the bytes are there, and nobody looks."""
+        import torch
+
+        from fpfs.client import load
+
+        if client:
+            load(path)
+        else:
+            torch.load(path)
 
     def load(self, *, path: str, mmap: bool) -> None:
         """torch.load, every tensor summed."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.groups import (
     catalogs,
     checksums,
+    client,
     control_clients,
     libraries,
     loading,
@@ -28,6 +29,7 @@ GROUPS: tuple[Group, ...] = (
     *libraries.GROUPS,
     *parallel.GROUPS,
     *loading.GROUPS,
+    *client.GROUPS,
     *checksums.GROUPS,
     *striping.GROUPS,
     *tuning.GROUPS,

@@ -98,14 +98,14 @@ def _server_ticks(mount: FpfsMount) -> int:
     return total
 
 
-def _machine_ticks(_mount: FpfsMount) -> int:
+def machine_ticks(_mount: FpfsMount | None = None) -> int:
     """What all processors of the machine have worked so far, interrupts included."""
     with open("/proc/stat", encoding="ascii") as stream:
         user, nice, system, _idle, _wait, irq, softirq, *_ = map(int, stream.readline().split()[1:])
     return user + nice + system + irq + softirq
 
 
-WHO = {"server": _server_ticks, "machine": _machine_ticks}
+WHO = {"server": _server_ticks, "machine": machine_ticks}
 
 
 def _processor_time(

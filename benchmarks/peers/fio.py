@@ -45,3 +45,21 @@ def write_gb_per_s(directory: Path, *, total_bytes: int, overwrite: bool = False
         raise RuntimeError(f"fio wrote {write['io_bytes']} of {total_bytes} bytes")
     run_time_s = float(write["runtime"]) / 1000
     return total_bytes / run_time_s / 1e9
+
+
+def read_gb_per_s(path: Path) -> float:
+    """Sequential direct reads of a whole file, eight requests of 4 MiB in flight. GB/s."""
+    command = [
+        "fio",
+        f"--name={NAME}",
+        f"--filename={path}",
+        "--rw=read",
+        "--bs=4M",
+        "--iodepth=8",
+        "--direct=1",
+        "--ioengine=io_uring",
+        "--output-format=json",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    read = json.loads(result.stdout)["jobs"][0]["read"]
+    return float(read["io_bytes"]) / (float(read["runtime"]) / 1000) / 1e9

@@ -1,0 +1,200 @@
+"""fpfs.client: one process saves and loads, durable, beside the device's limit and other libraries.
+
+Savers take turns at two names, as checkpoints do: what is replaced takes what comes. Libraries that
+write in parallel or around the page cache do so in their best mode on the plain filesystem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.framework import Bound, Contender, Entry, Group, Missing, Sense
+from benchmarks.groups.checksums import TICKS_A_SECOND, machine_ticks
+from benchmarks.peers import fio
+from benchmarks.places import (
+    GIB,
+    Bench,
+    deepspeed_python,
+    drop_caches,
+    state_bytes,
+    sync,
+)
+from benchmarks.worker import Worker
+
+ROTATED = 2
+"""Names that checkpoints take turns at."""
+FILE = "state.pt"
+
+
+def _rotating(
+    name: str,
+    *,
+    worker: Worker,
+    folder: Path,
+    total_bytes: int,
+    settle: Callable[[], None],
+    command: str,
+    **options: Any,
+) -> Contender:
+    names = itertools.cycle(folder / f"{command}{number}.pt" for number in range(ROTATED))
+    turn = next(names)
+
+    def prepare() -> None:
+        nonlocal turn
+        turn = next(names)
+        # The one library that saves to a directory wants none there.
+        if turn.is_dir() and command == "save_torch_checkpointing":
+            shutil.rmtree(turn)
+            settle()
+
+    def play() -> float:
+        timing = worker.call(command, path=str(turn), **options)
+        return total_bytes / timing.seconds / 1e9
+
+    # Until all that is replaced takes new bytes.
+    for _ in range(2 * ROTATED):
+        prepare()
+        play()
+        settle()
+    return Contender(name=name, prepare=prepare, play=play, settle=settle)
+
+
+@contextlib.contextmanager
+def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
+    tensors = 2 * bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        common: dict[str, Any] = {"total_bytes": total_bytes}
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
+        on_plain: dict[str, Any] = {"folder": plain, "settle": sync, **common}
+
+        def limit() -> float:
+            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+
+        limit()
+        entries: list[Entry] = [
+            Contender(name="fio, overwriting", play=limit, settle=sync),
+            _rotating("fpfs.client", worker=worker, command="save_client", **on_fpfs),
+            _rotating("torch.save to fpfs", worker=worker, command="save", fsync=True, **on_fpfs),
+            _rotating("DCP", worker=worker, command="save_dcp", **on_plain),
+            _rotating(
+                "torch_checkpointing",
+                worker=worker,
+                command="save_torch_checkpointing",
+                direct=False,
+                fsync=True,
+                **on_plain,
+            ),
+        ]
+        python = deepspeed_python()
+        if isinstance(python, Missing):
+            entries.append(python)
+        else:
+            other = stack.enter_context(bench.worker(tensors=tensors, python=python))
+            entries.append(
+                _rotating(
+                    "DeepSpeed", worker=other, command="save_deepspeed", legacy=True, **on_plain
+                )
+            )
+        yield entries
+
+
+@contextlib.contextmanager
+def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """Seconds of processor time for each GiB that is saved, of the whole machine."""
+    tensors = 2 * bench.scale.tensors
+    with bench.fpfs() as mount, bench.worker(tensors=tensors) as worker:
+        common: dict[str, Any] = {
+            "worker": worker,
+            "folder": mount.path,
+            "settle": mount.flush,
+            "total_bytes": state_bytes(tensors),
+        }
+
+        def counted(contender: Contender) -> Contender:
+            def play() -> float:
+                before = machine_ticks()
+                contender.play()
+                ticks = machine_ticks() - before
+                return ticks / TICKS_A_SECOND / (state_bytes(tensors) / GIB)
+
+            return dataclasses.replace(contender, play=play)
+
+        yield [
+            counted(_rotating("fpfs.client", command="save_client", **common)),
+            counted(_rotating("torch.save to fpfs", command="save", fsync=True, **common)),
+        ]
+
+
+@contextlib.contextmanager
+def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
+    tensors = bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        with bench.worker(tensors=tensors) as writer:
+            for folder in (plain, mount.path):
+                writer.call("save_client", path=str(folder / FILE))
+        reader = stack.enter_context(bench.worker())
+
+        def loader(name: str, path: Path, **options: Any) -> Contender:
+            def play() -> float:
+                timing = reader.call("load_only", path=str(path), **options)
+                return total_bytes / timing.seconds / 1e9
+
+            play()  # imports torch and touches fresh memory
+            return Contender(name=name, play=play, prepare=drop_caches)
+
+        yield [
+            Contender(
+                name="fio",
+                play=lambda: fio.read_gb_per_s(plain / FILE),
+                prepare=drop_caches,
+            ),
+            loader("fpfs.client", mount.path / FILE, client=True),
+            loader("torch.load from fpfs", mount.path / FILE, client=False),
+            loader("torch.load", plain / FILE, client=False),
+        ]
+
+
+GROUPS = (
+    Group(
+        name="client-save",
+        title="fpfs.client.save, durable, over two names in turn",
+        unit="GB/s",
+        open=_saves,
+        bounds=(
+            Bound(contender="fpfs.client", peer="fio, overwriting", figure=0.90),
+            Bound(contender="fpfs.client", peer="DCP", figure=2.0),
+            Bound(contender="fpfs.client", peer="torch_checkpointing", figure=1.5),
+            Bound(contender="fpfs.client", peer="DeepSpeed", figure=1.5),
+        ),
+    ),
+    Group(
+        name="client-save-cpu",
+        title="processor time of the same saves, of the whole machine",
+        unit="s/GiB",
+        open=_processor_time,
+        bounds=(Bound(contender="fpfs.client", figure=0.60, sense=Sense.AT_MOST),),
+    ),
+    Group(
+        name="client-load",
+        title="fpfs.client.load, page cache dropped",
+        unit="GB/s",
+        open=_loads,
+        bounds=(
+            Bound(contender="fpfs.client", peer="fio", figure=0.95),
+            Bound(contender="fpfs.client", peer="torch.load from fpfs", figure=2.0),
+        ),
+    ),
+)
