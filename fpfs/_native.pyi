@@ -85,13 +85,19 @@ def write_pieces(
     pieces: Sequence[tuple[int, int, int]],
     places: Sequence[tuple[int, int]],
     *,
+    owners: object,
     fd: int,
     request_bytes: int,
     threads: int,
 ) -> PieceWriter: ...
 def reserve_file(fd: int, size: int) -> None: ...
 def read_pieces(
-    pieces: Sequence[tuple[int, int, int]], *, fd: int, request_bytes: int, threads: int
+    pieces: Sequence[tuple[int, int, int]],
+    *,
+    owners: object,
+    fd: int,
+    request_bytes: int,
+    threads: int,
 ) -> PieceReader: ...
 
 class Tracer:

@@ -45,6 +45,7 @@ def find_storages(file: IO[bytes]) -> list[Stored] | None:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile:
         return None
+    size = file.seek(0, io.SEEK_END)
     with archive:
         names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "data.pkl" not in names or "constants.pkl" in names:
@@ -65,6 +66,8 @@ def find_storages(file: IO[bytes]) -> list[Stored] | None:
                 return None
             if info.file_size > 0:
                 found.append(Stored(_offset(file, info), info.file_size))
+                if found[-1].offset + info.file_size > size:
+                    return None
     return found
 
 

@@ -83,13 +83,14 @@ def _load(
     with contextlib.ExitStack() as stack:
         reader = read_pieces(
             pieces,
+            owners=tuple(storages),
             fd=stack.enter_context(_descriptor(file)),
             request_bytes=REQUEST_BYTES,
             threads=max(THREADS_MIN, default_threads()),
         )
         stack.callback(finish, reader)
         stack.enter_context(torch.serialization.skip_data())
-        storages.reverse()  # each is let go of when torch has it
+        storages.reverse()
         return torch.load(
             file,
             map_location=_Places(reader, storages, map_location),

@@ -104,7 +104,12 @@ def _write(container: Container, *, fd: int, threads: int) -> int:
             address = kept[-1].data_ptr()
         pieces.append((address, part.bytes, part.offset))
     writer = write_pieces(
-        pieces, container.crc_places, fd=fd, request_bytes=REQUEST_BYTES, threads=threads
+        pieces,
+        container.crc_places,
+        owners=(text, kept),
+        fd=fd,
+        request_bytes=REQUEST_BYTES,
+        threads=threads,
     )
     run_to_end(writer)
     return writer.copied_bytes

@@ -1,8 +1,8 @@
 """Bytes between memory and a file, moved by native threads without the GIL.
 
 A piece is ``(address, bytes, offset in the file)``, the place of a CRC32 ``(offset in the file,
-index of a piece)``: native/src/client/piece_writer.h. Whoever calls keeps the memory and the
-descriptor until `finish` has returned.
+index of a piece)``: native/src/client/piece_writer.h. A transfer keeps `owners`, whose memory the
+pieces are, and a descriptor of its own until it goes, which waits for what is under way.
 """
 
 from __future__ import annotations

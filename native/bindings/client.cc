@@ -1,6 +1,7 @@
 // What clients of a mount use, for fpfs.client.
 //
 // Threads: calls that wait run without the GIL.
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/file_descriptor.h"
 #include "bindings.h"
 #include "client/piece_reader.h"
 #include "client/piece_writer.h"
@@ -20,18 +22,25 @@ namespace {
 using Pieces = std::vector<std::tuple<uintptr_t, uint64_t, uint64_t>>;
 using Places = std::vector<std::pair<uint64_t, size_t>>;
 
-// Goes without the GIL, since what is in flight is waited for.
+// A transfer, with what it needs until it ends, whatever interrupts its caller: the owners of the
+// memory and a descriptor of its own. Goes without the GIL, since what is in flight is waited for.
 template <typename T>
-struct Unlocked {
+struct Transfer {
+  nb::object owners;
+  FileDescriptor fd;
   std::unique_ptr<T> native;
 
-  explicit Unlocked(std::unique_ptr<T> started) : native(std::move(started)) {}
-  ~Unlocked() {
+  Transfer(nb::object memory, int file)
+      : owners(std::move(memory)), fd(::fcntl(file, F_DUPFD_CLOEXEC, 0)) {
+    if (!fd) check(Status::from_errno("the file's descriptor"));
+  }
+  ~Transfer() {
     const nb::gil_scoped_release release;
     native.reset();
+    fd.reset();
   }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
 };
 
 std::vector<Piece> to_native(const Pieces& pieces) {
@@ -44,49 +53,54 @@ std::vector<Piece> to_native(const Pieces& pieces) {
   return native;
 }
 
-std::unique_ptr<Unlocked<PieceWriter>> write_pieces(const Pieces& pieces, const Places& places,
-                                                    int fd, uint64_t request_bytes,
-                                                    uint32_t threads) {
+std::unique_ptr<Transfer<PieceWriter>> write_pieces(const Pieces& pieces, const Places& places,
+                                                    nb::object owners, int fd,
+                                                    uint64_t request_bytes, uint32_t threads) {
   std::vector<CrcPlace> native_places;
   native_places.reserve(places.size());
   for (const auto& [offset, piece] : places) native_places.push_back({offset, piece});
-  auto started = PieceWriter::start(to_native(pieces), std::move(native_places),
-                                    {.fd = fd, .request_bytes = request_bytes, .threads = threads});
+  auto transfer = std::make_unique<Transfer<PieceWriter>>(std::move(owners), fd);
+  auto started = PieceWriter::start(
+      to_native(pieces), std::move(native_places),
+      {.fd = transfer->fd.get(), .request_bytes = request_bytes, .threads = threads});
   if (!started.ok()) check(started.status());
-  return std::make_unique<Unlocked<PieceWriter>>(started.take());
+  transfer->native = started.take();
+  return transfer;
 }
 
-std::unique_ptr<Unlocked<PieceReader>> read_pieces(const Pieces& pieces, int fd,
+std::unique_ptr<Transfer<PieceReader>> read_pieces(const Pieces& pieces, nb::object owners, int fd,
                                                    uint64_t request_bytes, uint32_t threads) {
-  const PieceReaderConfig config{.fd = fd, .request_bytes = request_bytes, .threads = threads};
-  return std::make_unique<Unlocked<PieceReader>>(
-      std::make_unique<PieceReader>(to_native(pieces), config));
+  auto transfer = std::make_unique<Transfer<PieceReader>>(std::move(owners), fd);
+  const PieceReaderConfig config{
+      .fd = transfer->fd.get(), .request_bytes = request_bytes, .threads = threads};
+  transfer->native = std::make_unique<PieceReader>(to_native(pieces), config);
+  return transfer;
 }
 
 template <typename T>
-nb::class_<Unlocked<T>> bind_transfer(nb::module_& module, const char* name) {
-  return nb::class_<Unlocked<T>>(module, name)
+nb::class_<Transfer<T>> bind_transfer(nb::module_& module, const char* name) {
+  return nb::class_<Transfer<T>>(module, name)
       .def(
-          "wait", [](Unlocked<T>& self, double seconds) { return self.native->wait(seconds); },
+          "wait", [](Transfer<T>& self, double seconds) { return self.native->wait(seconds); },
           nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
-      .def("cancel", [](Unlocked<T>& self) { self.native->cancel(); })
-      .def("check", [](Unlocked<T>& self) { check(self.native->status()); });
+      .def("cancel", [](Transfer<T>& self) { self.native->cancel(); })
+      .def("check", [](Transfer<T>& self) { check(self.native->status()); });
 }
 
 }  // namespace
 
 void bind_client(nb::module_& module) {
   bind_transfer<PieceWriter>(module, "PieceWriter")
-      .def("crc32", [](Unlocked<PieceWriter>& self) { return self.native->crc32(); })
+      .def("crc32", [](Transfer<PieceWriter>& self) { return self.native->crc32(); })
       .def_prop_ro("copied_bytes",
-                   [](Unlocked<PieceWriter>& self) { return self.native->copied_bytes(); });
+                   [](Transfer<PieceWriter>& self) { return self.native->copied_bytes(); });
   bind_transfer<PieceReader>(module, "PieceReader")
       .def(
           "wait_for",
-          [](Unlocked<PieceReader>& self, size_t piece) { return self.native->wait_for(piece); },
+          [](Transfer<PieceReader>& self, size_t piece) { return self.native->wait_for(piece); },
           nb::arg("piece"), nb::call_guard<nb::gil_scoped_release>());
   module.def("write_pieces", &write_pieces, nb::arg("pieces"), nb::arg("places"), nb::kw_only(),
-             nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
+             nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
   module.def(
       "reserve_file",
       [](int fd, uint64_t size) {
@@ -96,8 +110,8 @@ void bind_client(nb::module_& module) {
         }());
       },
       nb::arg("fd"), nb::arg("size"));
-  module.def("read_pieces", &read_pieces, nb::arg("pieces"), nb::kw_only(), nb::arg("fd"),
-             nb::arg("request_bytes"), nb::arg("threads"));
+  module.def("read_pieces", &read_pieces, nb::arg("pieces"), nb::kw_only(), nb::arg("owners"),
+             nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
 }
 
 }  // namespace fpfs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import io
+import os
 import struct
 import zipfile
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +66,36 @@ def test_no_bytes_are_moved() -> None:
         tensor.data_ptr() for tensor in state.values()
     ]
     assert len(container.text) < 10_000
+
+
+def test_files_of_more_than_four_gibibytes(tmp_path: Path) -> None:
+    """Their numbers have other places. Memory that is not touched is none."""
+    state = {
+        "before": torch.arange(3),
+        "large": torch.empty(2**32 + 7, dtype=torch.uint8),
+        "after": torch.arange(5),
+    }
+    container = lay_out(state)
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        for part in container.parts:
+            if isinstance(part, Text):
+                content = container.text[part.start : part.start + part.bytes]
+                os.pwrite(file.fileno(), content, part.offset)
+        for place in container.crc_places:
+            part = container.parts[place.part]
+            assert isinstance(part, Record)
+            if part.bytes < 100:
+                content = ctypes.string_at(part.storage.data_ptr(), part.bytes)
+                os.pwrite(file.fileno(), content, part.offset)
+                os.pwrite(file.fileno(), zlib.crc32(content).to_bytes(4, "little"), place.offset)
+    with zipfile.ZipFile(path) as archive:
+        for number in (0, 2):
+            archive.read(f"archive/data/{number}")  # checks its CRC32
+    found = torch.load(path, mmap=True)
+    for name in ("before", "after"):
+        assert torch.equal(found[name], state[name])
+    assert found["large"].shape == state["large"].shape
 
 
 def test_a_shared_storage_is_saved_once() -> None:
