@@ -17,6 +17,9 @@ constexpr uint64_t kGrowFactor = 4;
 // A file whose size is known ahead gets larger objects sooner.
 constexpr uint64_t kKnownSizeFactor = 16;
 
+// An object that is kept may be larger than what is asked for, by one part in so many.
+constexpr uint64_t kKeptOverParts = 8;
+
 // A file that is rewritten takes twice its size until it is committed, but for this much (64 MiB):
 // few large ranges are given back faster than many small ones, and writes to an object wait for it.
 constexpr uint64_t kFreshGarbageBlocksMax = 1024;
@@ -158,7 +161,10 @@ void File::grow(const std::shared_ptr<Appender>& entry, uint64_t needed, Actions
   Device* device = plane_.device(entry->device);
   const uint64_t limit = limit_blocks(*entry, needed);
   if (device != nullptr && limit > blocks_up(plane_.first_object_bytes())) {
-    if (auto kept = device->take_kept_object(limit * kBlockBytes); kept.has_value()) {
+    // One checkpoint is a little smaller than the one before, the next a little larger: what is
+    // over is cut off when the file ends.
+    const uint64_t bytes_max = (limit + limit / kKeptOverParts) * kBlockBytes;
+    if (auto kept = device->take_kept_object(bytes_max); kept.has_value()) {
       const uint64_t blocks = kept->bytes / kBlockBytes;
       objects_[{entry->device, kept->id}] = kept->object;
       entry->objects.push_back({std::move(kept->object), kept->id, blocks, blocks});

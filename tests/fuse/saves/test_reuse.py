@@ -6,7 +6,7 @@ The devices are small XFS and ext4 filesystems of the test's own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,9 @@ def free_bytes(mount: Mount) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def keep_one(mount: Mount, devices: FaultyDevices) -> set[int]:
+def keep_one(
+    mount: Mount, devices: FaultyDevices, *, save: Callable[[Path, bytes], None] = save
+) -> set[int]:
     """Save and remove a file; returns the inodes of the objects that can be taken then."""
     path = mount.root / "old.pt"
     free = free_bytes(mount)
@@ -96,6 +98,31 @@ def test_a_save_goes_to_the_blocks_of_a_removed_one(small: tuple[Mount, FaultyDe
     mount.unmount()
     assert not large_objects(devices)
     mount.mount()
+
+
+def save_of_known_size(path: Path, content: bytes) -> None:
+    """Write a file whose room is reserved first, and make it durable."""
+    with path.open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, len(content))
+        for at in range(0, len(content), MEBIBYTE):
+            os.pwrite(file.fileno(), content[at : at + MEBIBYTE], at)
+        os.fsync(file.fileno())
+
+
+def test_a_somewhat_smaller_file_takes_it_too(small: tuple[Mount, FaultyDevices]) -> None:
+    mount, devices = small
+    kept = keep_one(mount, devices, save=save_of_known_size)
+    assert kept
+    path = mount.root / "new.pt"
+    content = NEW[: SAVE_BYTES - 3 * MEBIBYTE - 99]
+    before = free_bytes(mount)
+    save_of_known_size(path, content)
+    mount.flush()
+    wait_until(lambda: set(large_objects(devices)) == kept)
+    # What is over is given back.
+    wait_until(lambda: before - free_bytes(mount) < len(content) + MEBIBYTE)
+    mount.remount()
+    assert_same(path.read_bytes(), content)
 
 
 def test_nobody_reads_what_was_there(small: tuple[Mount, FaultyDevices]) -> None:
