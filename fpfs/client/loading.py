@@ -1,27 +1,29 @@
-"""Loads a torch.save file: its tensors' bytes are read side by side, straight to where they stay.
+"""Loads a torch.save file: what is large in it is read side by side, straight to where it stays.
 
-How: `archive` tells where each storage lies. Memory for all is taken, native threads begin to read,
-and torch.load unpickles under `torch.serialization.skip_data`, with torch's own restrictions. A
-storage that it asks for is waited for first, since what is rebuilt from tensors may look at them.
+torch.load does the loading, from an object that it reads as a file. It asks for each tensor's bytes
+by one `readinto` of the tensor's own memory, which several native threads fill.
 
 Concurrency: `load` may be called from several threads at once.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any, TypeAlias
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeAlias
 
 import torch
 
-from fpfs.client.archive import Stored, find_storages
 from fpfs.client.paths import default_threads, resolve
 from fpfs.core.mounts import mount_containing
-from fpfs.core.transfers import PieceReader, finish, read_pieces
+from fpfs.core.transfers import read_pieces, run_to_end
 
 REQUEST_BYTES = 4 * 1024 * 1024
+LARGE_BYTES = REQUEST_BYTES
+"""From here on threads are worth their start."""
 THREADS_MIN = 4
 """A server has a read of each thread in flight; two kept a disk less busy than four."""
 
@@ -41,121 +43,78 @@ def load(
     mmap: bool = False,
     weights_only: bool = True,
 ) -> Any:
-    """Load what torch.save, or `fpfs.client.save`, has saved: as torch.load does, faster.
+    """Load what torch.save, or `fpfs.client.save`, has saved, as torch.load does.
 
     map_location, weights_only: as torch.load has them.
     mmap: map the file instead of reading it, which is left to torch.load.
-
-    What was not written as torch.save writes (the format before torch 1.6, compressed archives,
-    TorchScript, the other byte order) is left to torch.load.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
     what is no path, and what torch.load raises.
     """
     name = resolve(path)
-    arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
     if mmap:
-        return torch.load(name, mmap=True, **arguments)
-    with open(name, "rb") as file:
-        stored = None if _is_meta(map_location) else find_storages(file)
-        file.seek(0)
-        if stored is None:
-            return torch.load(file, **arguments)
+        return torch.load(name, map_location=map_location, mmap=True, weights_only=weights_only)
+    with _File(name) as file:
         try:
-            return _load(file, stored, map_location, weights_only=weights_only)
-        except _Otherwise:
-            file.seek(0)
-            return torch.load(file, **arguments)
+            return torch.load(
+                file, map_location=map_location, mmap=False, weights_only=weights_only
+            )
+        except BaseException as error:
+            # torch loses what a read raises, and says something of its own.
+            if file.failure is not None and error is not file.failure:
+                raise file.failure from error
+            raise
 
 
-class _Otherwise(Exception):
-    """torch.load asks for other storages than the file was thought to have."""
+class _File(io.BufferedReader):
+    """A file, of which large pieces are read by several threads.
 
+    On a mount of fpfs past the kernel's page cache, which would have to be filled first: 1.45 GB/s
+    instead of 1.10 (2 cores, November 2026). Other filesystems ask for aligned memory then.
+    """
 
-def _load(
-    file: IO[bytes], stored: list[Stored], map_location: MapLocation, *, weights_only: bool
-) -> Any:
-    storages = [torch.UntypedStorage(each.bytes) for each in stored]
-    pieces = [
-        (storage.data_ptr(), each.bytes, each.offset)
-        for storage, each in zip(storages, stored, strict=True)
-    ]
-    with contextlib.ExitStack() as stack:
+    def __init__(self, path: str) -> None:
+        super().__init__(io.FileIO(path))
+        self.failure: BaseException | None = None
+        """What reading has raised."""
+        self._direct_fd = -1
+        if mount_containing(path).is_fpfs:
+            flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+            self._direct_fd = os.open(f"/proc/self/fd/{self.fileno()}", flags)
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`, but for what lies behind the end of the file."""
+        with memoryview(buffer) as wanted:
+            at = self.tell()
+            count = min(wanted.nbytes, os.fstat(self.fileno()).st_size - at)
+            try:
+                if count < LARGE_BYTES:
+                    return super().readinto(buffer)
+                self._read_side_by_side(wanted, count, at)
+            except BaseException as error:
+                self.failure = error
+                raise
+            self.seek(at + count)
+            return count
+
+    def _read_side_by_side(self, wanted: memoryview, count: int, at: int) -> None:
+        memory = (ctypes.c_char * count).from_buffer(wanted)
         reader = read_pieces(
-            pieces,
-            owners=tuple(storages),
-            fd=stack.enter_context(_descriptor(file)),
+            [(ctypes.addressof(memory), count, at)],
+            owners=memory,
+            fd=self._direct_fd if self._direct_fd >= 0 else self.fileno(),
             request_bytes=REQUEST_BYTES,
             threads=max(THREADS_MIN, default_threads()),
         )
-        stack.callback(finish, reader)
-        stack.enter_context(torch.serialization.skip_data())
-        storages.reverse()
-        return torch.load(
-            file,
-            map_location=_Places(reader, storages, map_location),
-            weights_only=weights_only,
-        )
+        run_to_end(reader)
 
-
-@contextlib.contextmanager
-def _descriptor(file: IO[bytes]) -> Iterator[int]:
-    """What to read a file's tensors from: of a mount of fpfs past the kernel's page cache.
-
-    A page cache that has to be filled first costs a third of the speed: 1.10 GB/s instead of 1.45
-    (2 cores, November 2026). Other filesystems ask for aligned memory then.
-    """
-    if not mount_containing(file.name).is_fpfs:
-        yield file.fileno()
-        return
-    fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-class _Places:
-    """torch.load's map_location: gives it, instead of a storage without bytes, the one with them.
-
-    torch asks for each storage of some bytes once, in the order of `find_storages`.
-    """
-
-    def __init__(
-        self, reader: PieceReader, storages: list[torch.UntypedStorage], asked: MapLocation
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._reader = reader
-        self._storages = storages
-        self._asked = asked
-        self._next = 0
-
-    def __call__(self, empty: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        if empty.nbytes() == 0:
-            return self._place(empty, location)
-        if not self._storages or self._storages[-1].nbytes() != empty.nbytes():
-            raise _Otherwise
-        storage = self._storages.pop()
-        if not self._reader.wait_for(self._next):
-            self._reader.check()
-        self._next += 1
-        placed = self._place(storage, location)
-        # torch would ask for it again, since it does not know what it has.
-        if placed.device.type == "meta":
-            raise _Otherwise
-        return placed
-
-    def _place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        asked = self._asked
-        if isinstance(asked, Mapping):
-            location = asked.get(location, location)
-        elif isinstance(asked, str | torch.device):
-            location = str(asked)
-        elif asked is not None:
-            placed = asked(storage, location)
-            if placed is not None:
-                return placed
-        return torch.serialization.default_restore_location(storage, location)
-
-
-def _is_meta(map_location: MapLocation) -> bool:
-    return isinstance(map_location, str | torch.device) and str(map_location) == "meta"
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+        super().__exit__(kind, error, trace)

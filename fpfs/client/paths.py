@@ -9,7 +9,7 @@ THREADS_MAX = 8
 
 
 def resolve(path: str | bytes | os.PathLike[Any]) -> str:
-    """Return the absolute path, links followed. TypeError; ValueError of an empty one."""
+    """Return the absolute path, links followed. TypeError, or FileNotFoundError of an empty one."""
     try:
         name = os.fsdecode(os.fspath(path))
     except TypeError:

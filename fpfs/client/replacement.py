@@ -6,8 +6,8 @@ fpfs takes the temporary name away. What is left on other filesystems, or betwee
 the rename, the next save to the name removes.
 
 Invariants:
-  * A lock (flock) is held on the file until it has its name: what is not locked was left by a
-    process that is no more.
+  * The file is locked (flock) until it has its name: what is not locked was left by a process that
+    is no more. Where there are no locks, nothing is removed.
   * On a filesystem that may put the rename before the bytes at a power loss, the bytes are flushed
     first. fpfs never does.
 
@@ -21,10 +21,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from types import TracebackType
 
+from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import reserve_file
 
 PREFIX = ".fpfs-save-"
@@ -36,43 +38,46 @@ TRIES = 100
 class Replacement:
     """A new file for `path`; as a context, it is removed unless `commit` was reached.
 
-    `path` is what `resolve` returned. Raises OSError as open(2) does, and of what is there
+    `path` is absolute, links followed. Raises OSError as open(2) does, and of what is there
     already and is not a regular file.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         directory, self._name = os.path.split(path)
+        if not self._name:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self._on_fpfs = mount_containing(directory).is_fpfs
         self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._temporary = ""
         self._lock_fd = -1
-        self.fd = -1
-        """Open for reading and writing until the commit."""
+        self._fd = -1
         try:
             former = self._stat_former()
             self._remove_left()
-            self._create()
+            self._create(0o666 if former is None else former.st_mode & 0o777)
             if former is not None:
                 self._take_attributes(former)
         except BaseException:
-            self.discard()
+            self._discard()
             raise
 
     @property
-    def temporary_path(self) -> str:
-        """Where it lies until the commit."""
-        return os.path.join(os.path.dirname(self.path), self._temporary)
+    def fd(self) -> int:
+        """Open for reading and writing until the commit."""
+        return self._fd
 
     def reserve(self, size: int) -> None:
         """Make the file `size` bytes long. Raises OSError (ENOSPC) unless there is room for all."""
-        reserve_file(self.fd, size)
+        reserve_file(self._fd, size)
 
-    def commit(self, *, durable: bool, flush_first: bool) -> None:
+    def commit(self, *, durable: bool) -> None:
         """Give the file its name; `durable` returns when both survive power loss."""
-        if durable or flush_first:
-            os.fsync(self.fd)
-        os.close(self.fd)
-        self.fd = -1
+        if durable or not self._on_fpfs:
+            os.fsync(self._fd)
+        if self._on_fpfs:
+            # Whoever opens the name finds the file committed. Its close tells of what failed.
+            self._close("_fd")
         os.rename(
             self._temporary,
             self._name,
@@ -82,19 +87,6 @@ class Replacement:
         self._temporary = ""
         if durable:
             os.fsync(self._directory_fd)
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove the file, unless it has its name, and close what is open."""
-        if self._temporary:
-            # Removed first: what is closed unlocked might be found.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._temporary, dir_fd=self._directory_fd)
-            self._temporary = ""
-        for name in ("fd", "_lock_fd", "_directory_fd"):
-            if getattr(self, name) >= 0:
-                os.close(getattr(self, name))
-                setattr(self, name, -1)
 
     def __enter__(self) -> Replacement:
         return self
@@ -105,7 +97,26 @@ class Replacement:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.discard()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Remove the file, unless it has its name, and close what is open."""
+        with contextlib.ExitStack() as closing:
+            for name in ("_directory_fd", "_lock_fd", "_fd"):
+                closing.callback(self._close, name)
+            # Removed first: what is closed, and so not locked, might be found.
+            name, self._temporary = self._temporary, ""
+            if name:
+                # Not there: it was not made. What fails otherwise, the next save to the name does.
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._directory_fd)
+
+    def _close(self, name: str) -> None:
+        # Forgotten first: what close(2) fails for is closed as well.
+        fd = getattr(self, name)
+        setattr(self, name, -1)
+        if fd >= 0:
+            os.close(fd)
 
     def _stat_former(self) -> os.stat_result | None:
         try:
@@ -116,6 +127,8 @@ class Replacement:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(former.st_mode):
             raise OSError(errno.EINVAL, "not a regular file: use torch.save", self.path)
+        if not os.access(self.path, os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
         return former
 
     @property
@@ -124,44 +137,58 @@ class Replacement:
         bytes_max = NAME_BYTES_MAX - len(PREFIX) - TOKEN_DIGITS - 1
         return "." + os.fsdecode(os.fsencode(self._name)[-bytes_max:])
 
-    def _create(self) -> None:
+    def _create(self, mode: int) -> None:
         for _ in range(TRIES):
-            name = PREFIX + secrets.token_hex(TOKEN_DIGITS // 2) + self._tail
+            self._temporary = PREFIX + secrets.token_hex(TOKEN_DIGITS // 2) + self._tail
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self.fd = os.open(name, flags, 0o666, dir_fd=self._directory_fd)
-            self._temporary = name
-            # Another descriptor: a file is committed when the last that may write is closed.
-            self._lock_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory_fd)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            if os.fstat(self._lock_fd).st_nlink > 0:
+            self._fd = os.open(self._temporary, flags, mode, dir_fd=self._directory_fd)
+            if self._lock():
                 return
-            # Found in the moment before it was locked.
-            os.close(self.fd)
-            os.close(self._lock_fd)
+            self._close("_lock_fd")
+            self._close("_fd")
         raise OSError(errno.EAGAIN, "temporary files are removed by somebody", self.path)
+
+    def _lock(self) -> bool:
+        """Whether the file is still there, locked. Others may find it before it is."""
+        lock_fd = self._fd
+        if self._on_fpfs:
+            # A file is committed when the last descriptor that may write is closed.
+            own = f"/proc/self/fd/{self._fd}"
+            lock_fd = self._lock_fd = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a filesystem without locks, where nothing is removed
+            fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        return os.fstat(lock_fd).st_nlink > 0
 
     def _remove_left(self) -> None:
         """Remove what was left of this name by processes that are no more."""
-        for name in os.listdir(self._directory_fd):
-            if not name.startswith(PREFIX) or name[len(PREFIX) + TOKEN_DIGITS :] != self._tail:
-                continue
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory_fd)
-            except (FileNotFoundError, PermissionError):
-                continue  # gone meanwhile, or another user's
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        left = re.compile(
+            re.escape(PREFIX) + rf"[0-9a-f]{{{TOKEN_DIGITS}}}" + re.escape(self._tail), re.DOTALL
+        )
+        for name in filter(left.fullmatch, os.listdir(self._directory_fd)):
+            # What is gone meanwhile, another user's, being written, or no file is left alone.
+            with contextlib.suppress(OSError):
+                self._remove_unlocked(name)
+
+    def _remove_unlocked(self, name: str) -> None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=self._directory_fd)
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                # Shared, which suffices, and which NFS gives to who may only read.
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=self._directory_fd)
-            except (BlockingIOError, FileNotFoundError, PermissionError):
-                pass  # being written, gone meanwhile, or in a directory with the sticky bit
-            finally:
-                os.close(fd)
+        finally:
+            os.close(fd)
 
     def _take_attributes(self, former: os.stat_result) -> None:
         """Owner and mode stay when a name's content is replaced, as torch.save leaves them."""
-        own = os.fstat(self.fd)
+        mode = stat.S_IMODE(former.st_mode)
+        own = os.fstat(self._fd)
         if (own.st_uid, own.st_gid) != (former.st_uid, former.st_gid):
-            # Only root may; for others the file becomes the caller's own.
-            with contextlib.suppress(PermissionError):
-                os.fchown(self.fd, former.st_uid, former.st_gid)
-        os.fchmod(self.fd, stat.S_IMODE(former.st_mode))
+            try:
+                os.fchown(self._fd, former.st_uid, former.st_gid)
+            except OSError:
+                # Only root may: the file is the caller's own, and nobody is let in by it.
+                mode &= 0o707 if own.st_gid != former.st_gid else 0o777
+        with contextlib.suppress(OSError):  # of a filesystem that has no modes
+            os.fchmod(self._fd, mode)

@@ -5,7 +5,8 @@ and its room reserved, native threads write tensors from where they lie to where
 one rename gives the file its name (`replacement`).
 
 Concurrency: `save` may be called from several threads at once. A tensor that changes meanwhile is
-saved as some mixture of what it was and what it became, with a CRC32 that may be wrong.
+saved as some mixture of what it was and what it became, with a CRC32 that may be wrong; it must not
+be resized, shared or freed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 from fpfs.client.container import Container, Text, lay_out
 from fpfs.client.paths import default_threads, resolve
 from fpfs.client.replacement import Replacement
-from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import run_to_end, write_pieces
 from fpfs.core.units import format_rate, format_size
 
@@ -77,8 +77,7 @@ def save(state: Any, path: str | bytes | os.PathLike[Any], *, durable: bool = Fa
         replacement.reserve(container.bytes)
         copied_bytes = _write(container, fd=replacement.fd, threads=threads)
         written = time.monotonic()
-        on_fpfs = mount_containing(replacement.temporary_path).is_fpfs
-        replacement.commit(durable=durable, flush_first=not on_fpfs)
+        replacement.commit(durable=durable)
     return Saved(
         path=name,
         bytes=container.bytes,

@@ -2,7 +2,7 @@
 
 A piece is ``(address, bytes, offset in the file)``, the place of a CRC32 ``(offset in the file,
 index of a piece)``: native/src/client/piece_writer.h. A transfer keeps `owners`, whose memory the
-pieces are, and a descriptor of its own until it goes, which waits for what is under way.
+pieces are, and a descriptor of its own until it is closed, or goes, whatever interrupts its caller.
 """
 
 from __future__ import annotations
@@ -24,22 +24,14 @@ def run_to_end(transfer: PieceReader | PieceWriter) -> None:
     try:
         while not transfer.wait(SIGNALS_S):
             pass
+        transfer.check()
     finally:
-        finish(transfer)
-    transfer.check()
-
-
-def finish(transfer: PieceReader | PieceWriter) -> None:
-    """Begin nothing more, and wait for what is under way."""
-    transfer.cancel()
-    while not transfer.wait(SIGNALS_S):
-        pass
+        transfer.close()
 
 
 __all__ = [
     "PieceReader",
     "PieceWriter",
-    "finish",
     "read_pieces",
     "reserve_file",
     "run_to_end",

@@ -22,6 +22,8 @@ namespace {
 using Pieces = std::vector<std::tuple<uintptr_t, uint64_t, uint64_t>>;
 using Places = std::vector<std::pair<uint64_t, size_t>>;
 
+constexpr double kCloseStepSeconds = 60;
+
 // A transfer, with what it needs until it ends, whatever interrupts its caller: the owners of the
 // memory and a descriptor of its own. Goes without the GIL, since what is in flight is waited for.
 template <typename T>
@@ -38,6 +40,17 @@ struct Transfer {
     const nb::gil_scoped_release release;
     native.reset();
     fd.reset();
+  }
+  // Begins nothing more, waits for what is under way and lets go of everything but what it found.
+  void close() {
+    {
+      const nb::gil_scoped_release release;
+      native->cancel();
+      while (!native->wait(kCloseStepSeconds)) {
+      }
+      fd.reset();
+    }
+    owners = nb::none();
   }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
@@ -83,7 +96,7 @@ nb::class_<Transfer<T>> bind_transfer(nb::module_& module, const char* name) {
       .def(
           "wait", [](Transfer<T>& self, double seconds) { return self.native->wait(seconds); },
           nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
-      .def("cancel", [](Transfer<T>& self) { self.native->cancel(); })
+      .def("close", [](Transfer<T>& self) { self.close(); })
       .def("check", [](Transfer<T>& self) { check(self.native->status()); });
 }
 
@@ -94,11 +107,7 @@ void bind_client(nb::module_& module) {
       .def("crc32", [](Transfer<PieceWriter>& self) { return self.native->crc32(); })
       .def_prop_ro("copied_bytes",
                    [](Transfer<PieceWriter>& self) { return self.native->copied_bytes(); });
-  bind_transfer<PieceReader>(module, "PieceReader")
-      .def(
-          "wait_for",
-          [](Transfer<PieceReader>& self, size_t piece) { return self.native->wait_for(piece); },
-          nb::arg("piece"), nb::call_guard<nb::gil_scoped_release>());
+  bind_transfer<PieceReader>(module, "PieceReader");
   module.def("write_pieces", &write_pieces, nb::arg("pieces"), nb::arg("places"), nb::kw_only(),
              nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
   module.def(

@@ -151,7 +151,8 @@ def _same_tensors(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if any(getattr(found, name) != getattr(expected, name) for name in names if name != "shape"):
         return False
     if expected.is_nested:
-        return all(map(_same_tensors, found.unbind(), expected.unbind()))
+        parts = found.unbind(), expected.unbind()
+        return len(parts[0]) == len(parts[1]) and all(map(_same_tensors, *parts))
     if found.shape != expected.shape or vars(found) != vars(expected):
         return False
     if expected.device.type == "meta":

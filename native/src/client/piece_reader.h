@@ -5,9 +5,7 @@
 // Threads: the reader has threads of its own. All functions from any one thread.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "base/status.h"
@@ -26,30 +24,22 @@ struct PieceReaderConfig {
 class PieceReader {
  public:
   // Begins to read. EIO: the file ends before a piece does.
-  PieceReader(std::vector<Piece> pieces, const PieceReaderConfig& config);
+  PieceReader(const std::vector<Piece>& pieces, const PieceReaderConfig& config);
 
   // Waits until everything is read, or until one request has failed and the others have ended.
   // Whether that is so now.
   bool wait(double seconds) { return crew_.wait(seconds); }
-  // Waits until that piece is read. False: it will not be, see status().
-  bool wait_for(size_t piece);
   // No request begins after that.
   void cancel() { crew_.stop(Status(ECANCELED, "cancelled")); }
   // The first failure, once wait() has returned true. ECANCELED: cancelled.
   Status status() const { return crew_.status(); }
 
  private:
-  struct Request {
-    Piece part;
-    size_t piece;
-  };
-
-  Status read(const Request& request);
+  Status read(const Piece& request) const;
 
   const PieceReaderConfig config_;
-  std::vector<Request> requests_;               // constant once the crew works
-  std::vector<std::atomic<uint64_t>> missing_;  // bytes, of each piece
-  Crew crew_;                                   // last: its threads end before the rest goes
+  std::vector<Piece> requests_;  // constant once the crew works
+  Crew crew_;                    // last: its threads end before the rest goes
 };
 
 }  // namespace fpfs

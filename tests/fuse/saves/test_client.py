@@ -163,14 +163,24 @@ def test_an_interrupt_leaves_the_file_before(
     path = directory / "state.pt"
     client.save({"step": 1}, path)
 
-    def interrupted(*arguments: Any, **options: Any) -> object:
-        writer = transfers.write_pieces(*arguments, **options)
-        os.kill(os.getpid(), signal.SIGINT)
-        return writer
+    before = set(os.listdir("/proc/self/fd"))
 
-    monkeypatch.setattr("fpfs.client.saving.write_pieces", interrupted)
+    class Interrupted:
+        """A writer that is interrupted when it is waited for, and has begun then."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._writer = transfers.write_pieces(*arguments, **options)
+            self.close = self._writer.close
+
+        def wait(self, seconds: float) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            return self._writer.wait(seconds)
+
+    monkeypatch.setattr("fpfs.client.saving.write_pieces", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.save(large_state(seed=4), path)
+    # Nobody writes any more, although the error is still there to look at.
+    assert set(os.listdir("/proc/self/fd")) == before
     assert client.load(path) == {"step": 1}
     assert os.listdir(directory) == ["state.pt"]
 

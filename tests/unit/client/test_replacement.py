@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +42,7 @@ def names(folder: Path) -> list[str]:
 def replace(path: Path, content: bytes) -> None:
     with Replacement(str(path)) as replacement:
         os.write(replacement.fd, content)
-        replacement.commit(durable=True, flush_first=True)
+        replacement.commit(durable=True)
 
 
 def test_the_name_has_one_or_the_other(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_the_name_has_one_or_the_other(tmp_path: Path) -> None:
     with Replacement(str(path)) as replacement:
         os.write(replacement.fd, b"new")
         assert path.read_bytes() == b"former"
-        replacement.commit(durable=False, flush_first=False)
+        replacement.commit(durable=False)
         assert path.read_bytes() == b"new"
     assert names(tmp_path) == ["state.pt"]
 
@@ -81,6 +83,49 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
         assert left not in names(tmp_path)
         other.unlink()
         path.unlink()
+
+
+def test_several_processes_replace_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    pids = []
+    for number in range(4):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for _ in range(100):
+                    replace(path, bytes([number]) * 10_000)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+    assert path.read_bytes() in [bytes([number]) * 10_000 for number in range(4)]
+    assert names(tmp_path) == ["state.pt"]
+
+
+def test_what_else_bears_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    left = [tmp_path / f"{PREFIX}{number:016x}.state.pt" for number in range(4)]
+    left[0].mkdir()
+    os.mkfifo(left[1])
+    left[2].symlink_to(left[2])
+    left[3].symlink_to("/dev/zero")
+    other = tmp_path / f"{PREFIX}not-a-number-01.state.pt"
+    other.touch()
+    replace(path, b"new")
+    assert names(tmp_path) == sorted(each.name for each in (path, other, *left))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o700])
+def test_nobody_is_let_in_on_the_way(tmp_path: Path, mode: int, monkeypatch: Any) -> None:
+    path = tmp_path / "state.pt"
+    path.touch()
+    path.chmod(mode)
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
+    with Replacement(str(path)) as replacement:
+        made = stat.S_IMODE(os.fstat(replacement.fd).st_mode)
+        assert made & ~mode == 0
 
 
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fpfs.client import load, save
 from tests.support.states import Custom, large_state, nested_states, same, some_states
@@ -78,6 +79,50 @@ def test_what_shares_a_storage_shares_it_again(path: Path) -> None:
 def test_a_storage_of_its_own(path: Path) -> None:
     save(torch.arange(5, dtype=torch.uint8).untyped_storage(), path)
     assert list(load(path)) == list(torch.load(path)) == [0, 1, 2, 3, 4]
+
+
+def test_tensors_in_tensors(path: Path) -> None:
+    """Subclasses that hold others, whose memory is none of their own."""
+    state = {"two": TwoTensor(torch.arange(6.0), torch.ones(6))}
+    for write in (save, torch.save):
+        write(state, path)
+        for found in (load(path, weights_only=False), torch.load(path, weights_only=False)):
+            assert type(found["two"]) is TwoTensor
+            assert torch.equal(found["two"].a, state["two"].a)
+            assert torch.equal(found["two"].b, state["two"].b)
+
+
+class Inner:
+    """Saves its tensor by itself, within what is saved."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.tensor, buffer)
+        return buffer.getvalue()
+
+    def __setstate__(self, state: bytes) -> None:
+        self.tensor = torch.load(io.BytesIO(state))
+
+
+def test_objects_that_load_themselves(path: Path) -> None:
+    state = [Inner(torch.arange(100)), torch.arange(50)]
+    save(state, path)
+    inner, outer = load(path, weights_only=False)
+    assert torch.equal(inner.tensor, torch.arange(100))
+    assert torch.equal(outer, torch.arange(50))
+
+
+def test_files_without_crc32(path: Path) -> None:
+    state = large_state(seed=12, tensors=2)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same(load(path), state)
 
 
 def test_the_file_before_stays_when_it_cannot_be_pickled(path: Path) -> None:
