@@ -12,7 +12,6 @@ import ctypes
 import io
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -61,8 +60,11 @@ def load(
             )
         except BaseException as error:
             # torch loses what a read raises, and says something of its own.
-            if file.failure is not None and error is not file.failure:
-                raise file.failure from error
+            failure = error if file.failure is None else file.failure
+            if isinstance(failure, OSError) and failure.filename is None:
+                failure.filename = name
+            if failure is not error:
+                raise failure from error
             raise
 
 
@@ -73,11 +75,12 @@ class _File(io.BufferedReader):
     instead of 1.10 (2 cores, November 2026). Other filesystems ask for aligned memory then.
     """
 
+    _direct_fd = -1
+
     def __init__(self, path: str) -> None:
         super().__init__(io.FileIO(path))
         self.failure: BaseException | None = None
         """What reading has raised."""
-        self._direct_fd = -1
         if mount_containing(path).is_fpfs:
             flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
             self._direct_fd = os.open(f"/proc/self/fd/{self.fileno()}", flags)
@@ -108,13 +111,9 @@ class _File(io.BufferedReader):
         )
         run_to_end(reader)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._direct_fd >= 0:
-            os.close(self._direct_fd)
-            self._direct_fd = -1
-        super().__exit__(kind, error, trace)
+    def close(self) -> None:
+        """Close both descriptors."""
+        fd, self._direct_fd = self._direct_fd, -1
+        if fd >= 0:
+            os.close(fd)
+        super().close()

@@ -73,11 +73,17 @@ def save(state: Any, path: str | bytes | os.PathLike[Any], *, durable: bool = Fa
     container = lay_out(state)
     laid_out = time.monotonic()
     threads = default_threads()
-    with Replacement(name) as replacement:
-        replacement.reserve(container.bytes)
-        copied_bytes = _write(container, fd=replacement.fd, threads=threads)
-        written = time.monotonic()
-        replacement.commit(durable=durable)
+    try:
+        with Replacement(name) as replacement:
+            replacement.reserve(container.bytes)
+            copied_bytes = _write(container, fd=replacement.fd, threads=threads)
+            written = time.monotonic()
+            replacement.commit(durable=durable)
+    except OSError as error:
+        # What fails for a descriptor does not know the name.
+        if error.filename is None:
+            error.filename = name
+        raise
     return Saved(
         path=name,
         bytes=container.bytes,

@@ -150,7 +150,7 @@ def test_a_full_device_is_found_before_the_first_byte(
         monkeypatch.setattr("fpfs.client.saving.write_pieces", write)
         with pytest.raises(OSError, match="No space left on device") as refused:
             client.save(large_state(seed=3), path)
-        assert refused.value.errno == errno.ENOSPC
+        assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(path))
         assert os.listdir(mount.root) == ["state.pt"]
         assert client.load(path) == {"step": 1}
         for number in range(2):
@@ -197,7 +197,7 @@ def test_damaged_bytes_are_not_loaded() -> None:
         mount.mount()
         with pytest.raises(OSError, match="Input/output error") as refused:
             client.load(path)
-        assert refused.value.errno == errno.EIO
+        assert (refused.value.errno, refused.value.filename) == (errno.EIO, str(path))
         flip(damaged.path, damaged.offset + 77)
         mount.remount()
         assert same(client.load(path), state)
