@@ -15,6 +15,7 @@ from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.crash.power.image import check_at_rest
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.crash import close_dead, crash, crash_and_mount
+from tests.support.servers import wait_collected
 from tests.support.system import RenameFlag, renameat2
 
 CTL = "fpfs.cli.ctl"
@@ -38,6 +39,8 @@ def own() -> Iterator[Mount]:
         set_group(mount.root / "runs")
         yield mount
         mount.flush()
+        # What a crash left is looked for in the background; the rest is left to the next mount.
+        wait_collected(mount)
         mount.unmount()
         check_at_rest(mount.devices)
 
