@@ -67,7 +67,11 @@ class Container(NamedTuple):
     parts: list[Text | Record]
     """The file from its begin to its end. Storages of no bytes are left out."""
     crc_places: list[CrcPlace]
-    """In order; two for each record, behind it."""
+    """In order; two for each record: first those beside records, then those in the directory."""
+    tensors: list[str]
+    """Type, shape and, if it has one, name of each tensor, as they were pickled."""
+    sharded: list[str]
+    """Names of those that are DTensors, of which this rank may have only a part."""
 
 
 class _Sink:
@@ -115,6 +119,11 @@ class _Pickling:
         storages: dict[str, torch.UntypedStorage] = {}
         self.storages = storages
         """By torch's keys, in the order that they have in the file."""
+        tensors: list[str] = []
+        self.tensors = tensors
+        sharded: list[str] = []
+        self.sharded = sharded
+        before: Any = None
 
         class Pickler(pickle.Pickler):
             def __init_subclass__(cls, **arguments: Any) -> None:
@@ -123,7 +132,16 @@ class _Pickling:
                 torchs = cls.persistent_id
 
                 def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                    nonlocal before
                     saved = torchs(self, obj)
+                    if isinstance(obj, torch.Tensor):
+                        # A dictionary's key is pickled before its value.
+                        name = before if isinstance(before, str) else ""
+                        shape = "" if obj.is_nested else tuple(obj.shape)
+                        tensors.append(f"{name} {obj.dtype} {shape}")
+                        if type(obj).__name__ == "DTensor":
+                            sharded.append(name)
+                    before = obj
                     if isinstance(saved, tuple) and saved[0] == "storage":
                         typed = isinstance(obj, torch.storage.TypedStorage)
                         # Its function untyped() warns, of what torch itself does.
@@ -163,7 +181,14 @@ def lay_out(state: Any) -> Container:
         parts += [text, Record(offset, count, storage)]
     parts.append(sink.texts[-1])
     places = [*_places_behind(sink), *_places_in_directory(sink)]
-    return Container(bytes=sink.tell(), text=sink.text, parts=parts, crc_places=places)
+    return Container(
+        bytes=sink.tell(),
+        text=sink.text,
+        parts=parts,
+        crc_places=places,
+        tensors=pickling.tensors,
+        sharded=pickling.sharded,
+    )
 
 
 def _places_behind(sink: _Sink) -> list[CrcPlace]:

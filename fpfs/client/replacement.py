@@ -63,6 +63,11 @@ class Replacement:
             raise
 
     @property
+    def temporary_path(self) -> str:
+        """Where the file is until the commit."""
+        return os.path.join(os.path.dirname(self.path), self._temporary)
+
+    @property
     def fd(self) -> int:
         """Open for reading and writing until the commit."""
         return self._fd

@@ -7,6 +7,8 @@ pieces are, and a descriptor of its own until it is closed, or goes, whatever in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fpfs import _native
 
 SIGNALS_S = 0.1
@@ -14,16 +16,22 @@ SIGNALS_S = 0.1
 
 PieceReader = _native.PieceReader
 PieceWriter = _native.PieceWriter
+combine_crc32 = _native.combine_crc32
 read_pieces = _native.read_pieces
 reserve_file = _native.reserve_file
 write_pieces = _native.write_pieces
 
 
-def run_to_end(transfer: PieceReader | PieceWriter) -> None:
-    """Wait until everything is moved. OSError of the first failure; nothing is under way then."""
+def run_to_end(
+    transfer: PieceReader | PieceWriter, *, check: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until everything is moved. OSError of the first failure; nothing is under way then.
+
+    What `check`, which is called now and then meanwhile, raises ends the transfer as well.
+    """
     try:
         while not transfer.wait(SIGNALS_S):
-            pass
+            check()
         transfer.check()
     finally:
         transfer.close()
@@ -32,6 +40,7 @@ def run_to_end(transfer: PieceReader | PieceWriter) -> None:
 __all__ = [
     "PieceReader",
     "PieceWriter",
+    "combine_crc32",
     "read_pieces",
     "reserve_file",
     "run_to_end",

@@ -11,6 +11,7 @@
 
 #include "base/file_descriptor.h"
 #include "bindings.h"
+#include "client/crc32.h"
 #include "client/piece_reader.h"
 #include "client/piece_writer.h"
 
@@ -119,6 +120,8 @@ void bind_client(nb::module_& module) {
         }());
       },
       nb::arg("fd"), nb::arg("size"));
+  module.def("combine_crc32", &crc32_combine, nb::arg("first"), nb::arg("second"),
+             nb::arg("second_bytes"));
   module.def("read_pieces", &read_pieces, nb::arg("pieces"), nb::kw_only(), nb::arg("owners"),
              nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
 }

@@ -320,5 +320,7 @@ def test_the_report(path: Path) -> None:
     assert saved.durable
     assert saved.seconds >= saved.lay_out_s + saved.write_s > 0
     # Requests that hold more than one tensor, and what is between them.
-    assert saved.copied_bytes < 256 * 1024 * (len(state) + 2)
+    (written,) = saved.written
+    assert (written.rank, written.bytes) == (0, saved.bytes)
+    assert written.copied_bytes < 256 * 1024 * (len(state) + 2)
     assert str(saved).startswith(f"{path}: 16.0 MiB durable in ")

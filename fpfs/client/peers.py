@@ -1,0 +1,411 @@
+"""The ranks that save one checkpoint together, and how each learns what became of the others.
+
+A save is a few steps. In each, every rank hands in what it has done and rank 0 answers every rank.
+Messages go through the key-value store that torch.distributed has made for the group (TCPStore),
+not through its collectives: so a save waits for nothing of the training's, works beside any
+backend, and a rank that does not come costs an error and not the group.
+
+Who waits looks whether another rank has failed or died (pidfd, on one machine), so that all end
+within a moment. What cannot be seen, as a rank that is stopped, is given up after the timeout.
+
+Invariants:
+  * A rank that fails says so first, and leaves when rank 0 has undone what was begun.
+  * Saves are numbered by the calls of each rank, which are counted in the store. A rank that missed
+    one joins the one that the others are in.
+  * Keys are deleted when nobody may look at them any more: a message by who reads it, what is
+    unread after a failure by the rank that it is from or for, the rest by rank 0 in the next save.
+
+Concurrency: used by one thread. A group has one save at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+"""TCPStore refuses values above 8 MiB."""
+POLL_MIN_S = 0.0005
+POLL_MAX_S = 0.02
+SAY_AFTER_S = 10.0
+"""A rank that waits so long for others to come says so in the log."""
+
+GONE = "its process is no more"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RankFailed(RuntimeError):
+    """Another rank of the group failed, died or did not come, and so nothing was saved.
+
+    It is raised on all ranks but the one that failed, which raises its own error.
+    """
+
+    def __init__(self, rank: int, cause: str, *, errno: int | None = None, gone: bool = False):
+        super().__init__(f"rank {rank}: {cause}")
+        self.rank = rank
+        """In the group."""
+        self.cause = cause
+        self.errno = errno
+        """Of what the rank raised, if it has one: ENOSPC and the like."""
+        self.gone = gone
+        """The rank's process is no more."""
+
+
+class Peers(Protocol):
+    """The ranks of a group, of which this process is one."""
+
+    rank: int
+    size: int
+
+    def exchange(
+        self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
+    ) -> R:
+        """Hand in `mine`; return what rank 0 answers this rank, which is of type `of`.
+
+        Rank 0 calls `answer` with what all ranks have handed in, by rank. Raises RankFailed.
+        """
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank is known to have failed or died."""
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know that this rank has failed, before anything is undone."""
+
+    def __enter__(self) -> Peers: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+    size = 1
+
+    def exchange(
+        self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
+    ) -> R:
+        """Answer oneself."""
+        del step, of
+        (own,) = answer([mine])
+        return own
+
+    def check(self) -> None:
+        """Nobody else can fail."""
+
+    def tell(self, error: BaseException) -> None:
+        """Nobody else wants to know."""
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+ALONE = Alone()
+"""As `group`: this process saves by itself, whatever torch.distributed has been told."""
+
+
+class _Failure(msgspec.Struct, array_like=True):
+    rank: int
+    cause: str
+    errno: int | None
+    gone: bool
+
+
+class _Process(msgspec.Struct, array_like=True):
+    """A process, as those on the same machine and in the same container know it."""
+
+    kernel: str
+    pid_namespace: int
+    pid: int
+
+    @staticmethod
+    def own() -> _Process:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            kernel = file.read().strip()
+        return _Process(kernel, os.stat("/proc/self/ns/pid").st_ino, os.getpid())
+
+    def is_near(self) -> bool:
+        own = _Process.own()
+        return (self.kernel, self.pid_namespace) == (own.kernel, own.pid_namespace)
+
+
+class _Watch:
+    """Which of the other ranks' processes are no more, of those that can be seen from here."""
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}
+        self._poll = select.poll()
+        self._seen: set[int] = set()
+        self._gone: set[int] = set()
+
+    def knows(self, rank: int) -> bool:
+        return rank in self._seen
+
+    def add(self, rank: int, process: _Process) -> None:
+        self._seen.add(rank)
+        if not process.is_near():
+            return
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            self._gone.add(rank)
+            return
+        except OSError:  # a sandbox without pidfds, where the timeout has to do
+            return
+        self._pidfds[pidfd] = rank
+        self._poll.register(pidfd, select.POLLIN)
+
+    def gone(self, *, wait_s: float = 0.0) -> list[int]:
+        for pidfd, _ in self._poll.poll(wait_s * 1000):
+            self._gone.add(self._pidfds[pidfd])
+        return sorted(self._gone)
+
+    def close(self) -> None:
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+
+
+class Ranks:
+    """The ranks of a group of torch.distributed. `timeout_s`: docs/client.md, Errors."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._awaited = range(1) if self.rank != 0 else range(1, self.size)
+        """The ranks that this one hears of."""
+        self._timeout_s = timeout_s
+        self._store = dist.PrefixStore("fpfs.save", group.get_group_store())
+        self._number = 0
+        self._watch = _Watch()
+        self._handed_in: list[str] = []
+        """Steps."""
+
+    def __enter__(self) -> Ranks:
+        self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(_Process.own()))
+        self._number = self._store.add(f"calls/{self.rank}", 1)
+        missed = max(self._store.add(f"calls/{rank}", 0) for rank in self._awaited) - self._number
+        if missed > 0:
+            self._number = self._store.add(f"calls/{self.rank}", missed)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                # As in tell().
+                with contextlib.suppress(dist.DistError):
+                    self._fail(error)
+        finally:
+            self._watch.close()
+
+    def exchange(
+        self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
+    ) -> R:
+        """Hand in `mine`; return what rank 0 answers this rank."""
+        with self._reaching_store():
+            if self.rank != 0:
+                self._handed_in.append(step)
+                self._send(f"{step}/{self.rank}", mine)
+                # Rank 0 may come as late as this rank may wait, and wait as long for others.
+                self._wait(self._awaited, f"answer/{step}/{self.rank}", step, 2 * self._timeout_s)
+                answered = self._receive(f"answer/{step}/{self.rank}")
+                return msgspec.msgpack.decode(answered, type=of)
+            self._wait(self._awaited, f"{step}/{{}}", step, self._timeout_s)
+            self._forget_those_before()
+            messages = [self._receive(f"{step}/{rank}") for rank in self._awaited]
+        handed_in = [mine, *(msgspec.msgpack.decode(each, type=type(mine)) for each in messages)]
+        own, *answers = answer(handed_in)
+        with self._reaching_store():
+            for rank, value in zip(self._awaited, answers, strict=True):
+                self._send(f"answer/{step}/{rank}", value)
+        return own
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank is known to have failed or died."""
+        with self._reaching_store():
+            if self._store.check([self._key("failed")]):
+                content = self._store.get(self._key("failed"))
+                failure = msgspec.msgpack.decode(content, type=_Failure)
+                raise RankFailed(
+                    failure.rank, failure.cause, errno=failure.errno, gone=failure.gone
+                )
+            for rank in self._gone():
+                raise RankFailed(rank, GONE, gone=True)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know that this rank has failed, unless one has before."""
+        # The store may have gone, as the others find: what was raised before is told.
+        with contextlib.suppress(dist.DistError):
+            if not self._store.check([self._key("failed")]):
+                self._set("failed", msgspec.msgpack.encode(_failure_of(error, rank=self.rank)))
+
+    def _gone(self) -> list[int]:
+        """Ranks whose processes are no more, of those that this rank waits for."""
+        for rank in self._awaited:
+            if not self._watch.knows(rank) and self._has_come(rank):
+                process = self._store.get(f"process/{rank}")
+                self._watch.add(rank, msgspec.msgpack.decode(process, type=_Process))
+        return self._watch.gone()
+
+    def _has_come(self, rank: int) -> bool:
+        return bool(self._store.add(f"calls/{rank}", 0) >= self._number)
+
+    @contextlib.contextmanager
+    def _reaching_store(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            # It may have been rank 0's, which closes connections before it is seen to have ended.
+            if self.rank != 0 and 0 in self._watch.gone(wait_s=1.0):
+                raise RankFailed(0, GONE, gone=True) from error
+            text = str(error).partition("\n")[0]
+            raise RankFailed(
+                0, f"cannot be reached by torch.distributed's store: {text}"
+            ) from error
+
+    def _wait(self, ranks: Iterable[int], pattern: str, step: str, seconds: float) -> None:
+        """Wait for a message from each of `ranks`, whose key `pattern` has."""
+        began = time.monotonic()
+        missing = list(ranks)
+        poll_s, said = POLL_MIN_S, False
+        while True:
+            missing = [
+                rank for rank in missing if not self._store.check([self._key(pattern.format(rank))])
+            ]
+            if not missing:
+                return
+            # What has come counts, whoever failed since.
+            self.check()
+            waited_s = time.monotonic() - began
+            absent = [rank for rank in missing if not self._watch.knows(rank)]
+            if waited_s > seconds:
+                if absent:
+                    raise RankFailed(
+                        absent[0],
+                        f"did not call save within {seconds:.0f} s. All ranks of a group do; to"
+                        " save with one alone, give group=fpfs.client.ALONE",
+                    )
+                raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
+            if absent and not said and waited_s > SAY_AFTER_S:
+                said = True
+                logger.warning("rank %d waits for %s to call save", self.rank, _named(absent))
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, POLL_MAX_S)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, and leave when rank 0 has undone what was begun."""
+        self.tell(error)
+        if self.rank == 0:
+            self._set("ended", b"")
+        elif self._handed_in and self._saw_the_end():
+            for step in self._handed_in:
+                self._receive(f"{step}/{self.rank}")
+                self._receive(f"answer/{step}/{self.rank}")
+
+    def _saw_the_end(self) -> bool:
+        """Wait until rank 0 reads and writes no more messages of this save. Whether that is so."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check([self._key("ended")]):
+            if self._gone() or time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_MAX_S)
+        return True
+
+    def _forget_those_before(self) -> None:
+        """Delete what is left of saves that all ranks have left."""
+        first = self._store.add("forgotten", 0)
+        for number in range(first, self._number):
+            for name in ("failed", "ended"):
+                self._store.delete_key(f"{number}/{name}")
+        self._store.add("forgotten", self._number - first)
+
+    def _send(self, key: str, value: Any) -> None:
+        message = msgspec.msgpack.encode(value)
+        starts = range(0, len(message), MESSAGE_BYTES_MAX) or range(1)
+        # The last one is waited for.
+        for number in reversed(range(len(starts))):
+            content = message[starts[number] : starts[number] + MESSAGE_BYTES_MAX]
+            name = key if number == 0 else f"{key}/{number}"
+            self._set(name, len(starts).to_bytes(4, "little") + content)
+
+    def _receive(self, key: str) -> bytes:
+        """Take a message out of the store; empty if there is none."""
+        if not self._store.check([self._key(key)]):
+            return b""
+        first = self._store.get(self._key(key))
+        count = int.from_bytes(first[:4], "little")
+        names = [self._key(key), *(self._key(f"{key}/{number}") for number in range(1, count))]
+        contents = [first, *(self._store.get(name) for name in names[1:])]
+        for name in names:
+            self._store.delete_key(name)
+        return b"".join(content[4:] for content in contents)
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _set(self, name: str, value: bytes) -> None:
+        self._store.set(self._key(name), value)
+
+
+def _failure_of(error: BaseException, *, rank: int) -> _Failure:
+    if isinstance(error, RankFailed):
+        return _Failure(error.rank, error.cause, error.errno, error.gone)
+    number = error.errno if isinstance(error, OSError) else None
+    return _Failure(rank, f"{type(error).__name__}: {error}", number, False)
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks in a line for people."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def peers_of(group: dist.ProcessGroup | Alone | None, *, timeout_s: float) -> Peers:
+    """Return the ranks of `group`; None is torch.distributed's default group, if there is one.
+
+    Raises TypeError of what is no group, ValueError in a process that is not in it.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        group = dist.group.WORLD
+    if isinstance(group, Alone):
+        return group
+    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is a {type(group).__name__}, not a group of torch.distributed")
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError("this process is not a rank of the group: only ranks of it call save")
+    if dist.get_world_size(group) == 1:
+        return ALONE
+    return Ranks(group, timeout_s=timeout_s)

@@ -1,0 +1,169 @@
+"""Worlds of torch.distributed: functions that run in several processes, a rank each.
+
+Processes are forked from one that has imported torch, which takes seconds, and which has one thread
+only, as who forks must. Another one serves the world's store, as torchrun's agent does, so a world
+outlives each of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.processes import REPOSITORY, python_child
+
+TIMEOUT_S = 120.0
+
+# Does a line of stdin after the other: forks the ranks, says their process ids, then what each has
+# returned or raised, then "done".
+_PARENT = """
+import importlib, json, os, sys
+import torch
+from tests.support.ranks import be_rank, serve_store
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    world = json.loads(line)
+    importlib.import_module(world["module"])
+    (port_in, port_out), (life_in, life_out) = os.pipe(), os.pipe()
+    server = os.fork()
+    if server == 0:
+        os.close(life_out)
+        serve_store(port_out, life_in)
+    port = int(os.read(port_in, 100))
+    ranks = {}
+    for rank in range(world["size"]):
+        if (pid := os.fork()) == 0:
+            os.close(life_out)
+            be_rank(rank, port, **world)
+        ranks[pid] = rank
+    os.write(1, (json.dumps(list(ranks)) + "\\n").encode())
+    for fd in (port_in, port_out, life_in):
+        os.close(fd)
+    for pid, rank in ranks.items():
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            died = {"rank": rank, "error": os.waitstatus_to_exitcode(status)}
+            os.write(1, (json.dumps(died) + "\\n").encode())
+    os.close(life_out)
+    os.waitpid(server, 0)
+    os.write(1, b"done\\n")
+"""
+
+
+class Outcome(NamedTuple):
+    """What became of a rank."""
+
+    value: Any = None
+    """What the function has returned, through JSON."""
+    error: str | int | None = None
+    """The type and text of what it has raised; negative: the signal that ended the process."""
+
+
+def serve_store(port_fd: int, life_fd: int) -> None:
+    """Serve a store, say its port, and exit when the other end of `life_fd` is closed."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    os.write(port_fd, str(store.port).encode())
+    os.read(life_fd, 1)
+    os._exit(0)
+
+
+def be_rank(
+    rank: int, port: int, *, size: int, module: str, function: str, arguments: list[Any]
+) -> None:
+    """Run a function as a rank of a world, say what became of it, and exit."""
+    import faulthandler
+    import importlib
+
+    import torch.distributed as dist
+
+    faulthandler.enable()
+    said: dict[str, Any] = {"rank": rank}
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        said["value"] = getattr(importlib.import_module(module), function)(*arguments)
+    except BaseException as error:  # noqa: BLE001 the test looks at it
+        said["error"] = f"{type(error).__name__}: {error}"
+    os.write(1, (json.dumps(said) + "\n").encode())
+    os._exit(0)
+
+
+class World:
+    """Ranks that run a function."""
+
+    def __init__(self, parent: subprocess.Popen[str], pids: list[int]) -> None:
+        self._parent = parent
+        self.pids = pids
+        """Of each rank's process."""
+
+    def kill(self, rank: int) -> None:
+        """End a rank by SIGKILL."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+    def outcomes(self) -> list[Outcome]:
+        """Wait for all ranks; what became of each. Ranks that take too long say where they are."""
+
+        def give_up() -> None:
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+
+        timer = threading.Timer(TIMEOUT_S, give_up)
+        timer.start()
+        found = {}
+        assert self._parent.stdout is not None
+        while (line := self._parent.stdout.readline()) not in ("done\n", ""):
+            said = json.loads(line)
+            rank = said.pop("rank")
+            found[rank] = Outcome(**said)
+        timer.cancel()
+        return [found[rank] for rank in range(len(self.pids))]
+
+    def values(self) -> list[Any]:
+        """What all have returned, none having failed."""
+        outcomes = self.outcomes()
+        assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+
+class Worlds:
+    """Starts worlds, one at a time."""
+
+    def __init__(self, parent: subprocess.Popen[str]) -> None:
+        self._parent = parent
+
+    def start(self, size: int, function: Callable[..., Any], *arguments: Any) -> World:
+        """Run a function of a module's top with `arguments`, which go through JSON."""
+        given = [str(value) if isinstance(value, Path) else value for value in arguments]
+        world = {
+            "size": size,
+            "module": function.__module__,
+            "function": function.__name__,
+            "arguments": given,
+        }
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps(world) + "\n")
+        self._parent.stdin.flush()
+        return World(self._parent, json.loads(self._parent.stdout.readline()))
+
+
+@contextlib.contextmanager
+def worlds() -> Iterator[Worlds]:
+    """A process that forks ranks."""
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{_PARENT}"
+    with python_child(code) as parent:
+        yield Worlds(parent)
+
+
+__all__ = ["Outcome", "World", "Worlds", "be_rank", "worlds"]

@@ -1,0 +1,292 @@
+"""Ranks of a group save one file together, or all learn why not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fpfs import client
+from fpfs.client import saving
+from fpfs.core import transfers
+from tests.support.ranks import Worlds, worlds
+from tests.support.states import large_state, odd_state, same
+from tests.support.waiting import wait_until
+
+# torch's own, of types that it is not done with.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Worlds]:
+    """Where ranks come from."""
+    with worlds() as started:
+        yield started
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a state is saved, with what a failure must leave."""
+    client.save({"step": 1}, tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+def is_as_before(path: Path) -> bool:
+    """Whether the former file stands, and nothing else."""
+    return os.listdir(path.parent) == [path.name] and client.load(path) == {"step": 1}
+
+
+def state_of(kind: str) -> Any:
+    """A state, the same on all ranks."""
+    if kind == "odd":
+        torch.manual_seed(0)
+        return odd_state()
+    return large_state(seed=1)
+
+
+def save_once(path: str, kind: str) -> Any:
+    """As a rank: save a state; returns the report."""
+    saved = client.save(state_of(kind), path)
+    return [saved.path, saved.bytes, [list(part) for part in saved.written], str(saved)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_one_file(forks: Worlds, path: Path, size: int) -> None:
+    reports = forks.start(size, save_once, path, "large").values()
+    assert same(torch.load(path), state_of("large"))
+    assert same(client.load(path), state_of("large"))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    assert os.listdir(path.parent) == [path.name]
+    for name, total_bytes, written, line in reports:
+        assert (name, total_bytes) == (str(path), path.stat().st_size)
+        assert [part[0] for part in written] == list(range(size))
+        # The rest are the directory and what stands between two ranks' parts.
+        assert 0 <= total_bytes - sum(part[1] for part in written) < 2000
+        assert (f" by {size} ranks, " in line) == (size > 1)
+
+
+def test_all_kinds_of_tensors(forks: Worlds, path: Path) -> None:
+    expected = state_of("odd")
+    forks.start(3, save_in_small_blocks, path).values()
+    assert same(torch.load(path, weights_only=False), expected)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def save_in_small_blocks(path: str) -> None:
+    saving.CHUNK_BYTES_DEFAULT = 512
+    saved = client.save(state_of("odd"), path)
+    assert len(saved.written) == dist.get_world_size()
+
+
+def save_what_differs(path: str) -> None:
+    """What is no tensor may differ, also in size: rank 0's is saved."""
+    rank = dist.get_rank()
+    client.save({"rank": rank, "text": "x" * (1000 * rank), **large_state(seed=2)}, path)
+
+
+def test_what_is_not_a_tensor_is_rank_0s(forks: Worlds, path: Path) -> None:
+    forks.start(3, save_what_differs, path).values()
+    assert same(torch.load(path), {"rank": 0, "text": "", **large_state(seed=2)})
+
+
+def save_over_and_over(path: str, times: int) -> list[int]:
+    """Returns how many keys the store has after half of the saves, and after all."""
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    for step in range(times):
+        # Now and then a rank fails.
+        bad = {"bad": lambda: None} if step % 5 == 3 and dist.get_rank() == step % 3 else {}
+        with contextlib.suppress(AttributeError, client.RankFailed):
+            client.save({"step": step, **bad}, path)
+        dist.barrier()
+        if step % (times // 2) == times // 2 - 1:
+            keys.append(store.num_keys())
+        dist.barrier()
+    return keys
+
+
+def test_nothing_is_left_in_the_store(forks: Worlds, path: Path) -> None:
+    for first, last in forks.start(3, save_over_and_over, path, 40).values():
+        assert first == last
+    assert client.load(path) == {"step": 39}
+
+
+def save_with(path: str, what: str, rank: int) -> None:
+    """Save, of which `rank` does something else than the others."""
+    state: Any = large_state(seed=3)
+    if dist.get_rank() == rank:
+        if what in WRITERS:
+            saving.write_pieces = WRITERS[what]
+        if what == "unpicklable":
+            state["bad"] = lambda: None
+        if what == "another tensor":
+            state["layer2"] = state["layer2"][:-1].clone()
+        if what == "another name":
+            state = {name.replace("2", "9"): tensor for name, tensor in state.items()}
+        if what == "another order":
+            state = dict(reversed(state.items()))
+        if what == "another path":
+            path = f"{path}.other"
+        if what == "no path":
+            path = 7  # type: ignore[assignment]
+    client.save(state, path)
+
+
+def write_nothing(*_: Any, **__: Any) -> None:
+    """As on a full device."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def be_interrupted(*arguments: Any, **options: Any) -> Any:
+    """Begin to write, and be interrupted."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return transfers.write_pieces(*arguments, **options)
+
+
+def be_killed(*arguments: Any, **options: Any) -> Any:
+    """Begin to write, and die."""
+    transfers.write_pieces(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+WRITERS = {"full": write_nothing, "interrupted": be_interrupted, "killed": be_killed}
+DIFFERENT = "saves 6 tensors in "
+FAILURES = {
+    "unpicklable": "AttributeError: ",
+    "another tensor": DIFFERENT,
+    "another name": DIFFERENT,
+    "another order": DIFFERENT,
+    "another path": "saves to ",
+    "no path": "TypeError: fpfs takes a path, not int",
+    "full": "OSError: [Errno 28] No space left on device",
+    "interrupted": "KeyboardInterrupt: ",
+    "killed": "its process is no more",
+}
+"""What goes wrong on one rank, and what the others say of it."""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failure_is_everybodys(forks: Worlds, path: Path, what: str, rank: int) -> None:
+    began = time.monotonic()
+    errors = [outcome.error for outcome in forks.start(3, save_with, path, what, rank).outcomes()]
+    # Of two that differ, rank 0 is right.
+    wrong = 1 if what.startswith("another") and rank == 0 else rank
+    told = f"RankFailed: rank {wrong}: {FAILURES[what]}"
+    own = errors.pop(wrong)
+    if what == "killed":
+        assert own == -signal.SIGKILL
+    else:
+        assert isinstance(own, str)
+        assert own.startswith(told if what.startswith("another") else FAILURES[what])
+    for error in errors:
+        assert isinstance(error, str)
+        assert error.startswith(told)
+    assert is_as_before(path)
+    assert time.monotonic() - began < saving.TIMEOUT_S / 2, "nobody waited for a timeout"
+
+
+def come_late(path: str, absent: int) -> list[str]:
+    """All but one rank save; then all do, each until it succeeds."""
+    errors = []
+    for step in range(2, 9):
+        if step > 2 or dist.get_rank() != absent:
+            try:
+                client.save({"step": step}, path, timeout_s=1.0)
+                break
+            except client.RankFailed as error:
+                errors.append(str(error))
+        if step == 2:
+            dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come(forks: Worlds, path: Path, absent: int) -> None:
+    errors = forks.start(3, come_late, path, absent).values()
+    waited = "1" if absent != 0 else "2"
+    for rank in {0, 1, 2} - {absent}:
+        assert errors[rank][0] == (
+            f"rank {absent}: did not call save within {waited} s. All ranks of a group do; to save"
+            " with one alone, give group=fpfs.client.ALONE"
+        )
+    assert sum(map(len, errors)) <= 4
+    assert client.load(path)["step"] > 2
+    assert os.listdir(path.parent) == [path.name]
+
+
+def stop_in_the_middle(path: str) -> None:
+    """As rank 1: neither write nor end."""
+    if dist.get_rank() == 1:
+        saving.write_pieces = lambda *_, **__: signal.pause()
+    client.save(large_state(seed=3), path, timeout_s=1.0)
+
+
+def test_a_rank_that_hangs(forks: Worlds, path: Path) -> None:
+    world = forks.start(3, stop_in_the_middle, path)
+    wait_until(lambda: os.listdir(path.parent) != [path.name])
+    wait_until(lambda: os.listdir(path.parent) == [path.name])
+    world.kill(1)
+    errors = [outcome.error for outcome in world.outcomes()]
+    told = "RankFailed: rank 1: gave no sign for 1 s (part)"
+    assert errors == [told, -signal.SIGKILL, told]
+    assert is_as_before(path)
+
+
+def save_by_some(path: str) -> list[str]:
+    """Groups that are not all ranks, each process alone, and none of the two."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2])
+    said = []
+    if rank != 1:
+        said.append(str(client.save(large_state(seed=4), path, group=pair)))
+    else:
+        with pytest.raises(ValueError, match="not a rank of the group"):
+            client.save({}, path, group=pair)
+    with pytest.raises(TypeError, match="group"):
+        client.save({}, path, group="all")  # type: ignore[arg-type]
+    client.save({"rank": rank}, f"{path}.{rank}", group=client.ALONE)
+    # One alone, in a loop of all, as scripts with torch.save do.
+    if rank == 0:
+        with pytest.raises(client.RankFailed, match="did not call save within 0 s"):
+            client.save({}, path, timeout_s=0.1)
+    return said
+
+
+def test_groups(forks: Worlds, path: Path) -> None:
+    said = forks.start(3, save_by_some, path).values()
+    assert [" by 2 ranks, " in line for lines in said for line in lines] == [True, True]
+    assert same(client.load(path), large_state(seed=4))
+    for rank in range(3):
+        assert client.load(f"{path}.{rank}") == {"rank": rank}
+
+
+def save_dtensor(path: str) -> None:
+    """A tensor of which each rank has a part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    client.save({"part": distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])}, path)
+
+
+def test_what_is_sharded_is_refused(forks: Worlds, path: Path) -> None:
+    for outcome in forks.start(2, save_dtensor, path).outcomes():
+        assert "the state has a DTensor ('part'), which a group cannot save: use" in str(
+            outcome.error
+        )
+    assert is_as_before(path)
