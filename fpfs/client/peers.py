@@ -272,7 +272,8 @@ class Ranks:
     def _gone(self) -> list[int]:
         """Ranks whose processes are no more, of those that this rank waits for."""
         for rank in self._awaited:
-            if not self._watch.knows(rank) and self._has_come(rank):
+            # One that has come to a save before is known also if it does not come to this one.
+            if not self._watch.knows(rank) and self._store.check([f"process/{rank}"]):
                 process = self._store.get(f"process/{rank}")
                 self._watch.add(rank, msgspec.msgpack.decode(process, type=_Process))
         return self._watch.gone()
@@ -307,7 +308,7 @@ class Ranks:
             # What has come counts, whoever failed since.
             self.check()
             waited_s = time.monotonic() - began
-            absent = [rank for rank in missing if not self._watch.knows(rank)]
+            absent = [rank for rank in missing if not self._has_come(rank)]
             if waited_s > seconds:
                 if absent:
                     raise RankFailed(

@@ -54,7 +54,7 @@ class Replacement:
         self._fd = -1
         try:
             former = self._stat_former()
-            self._remove_left()
+            _remove_left(self._directory_fd, self._name)
             self._create(0o666 if former is None else former.st_mode & 0o777)
             if former is not None:
                 self._take_attributes(former)
@@ -136,15 +136,9 @@ class Replacement:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
         return former
 
-    @property
-    def _tail(self) -> str:
-        """How the temporary name ends: as the name does, if need be without its begin."""
-        bytes_max = NAME_BYTES_MAX - len(PREFIX) - TOKEN_DIGITS - 1
-        return "." + os.fsdecode(os.fsencode(self._name)[-bytes_max:])
-
     def _create(self, mode: int) -> None:
         for _ in range(TRIES):
-            self._temporary = PREFIX + secrets.token_hex(TOKEN_DIGITS // 2) + self._tail
+            self._temporary = PREFIX + secrets.token_hex(TOKEN_DIGITS // 2) + _tail(self._name)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._temporary, flags, mode, dir_fd=self._directory_fd)
             if self._lock():
@@ -164,27 +158,6 @@ class Replacement:
             fcntl.flock(lock_fd, fcntl.LOCK_EX)
         return os.fstat(lock_fd).st_nlink > 0
 
-    def _remove_left(self) -> None:
-        """Remove what was left of this name by processes that are no more."""
-        left = re.compile(
-            re.escape(PREFIX) + rf"[0-9a-f]{{{TOKEN_DIGITS}}}" + re.escape(self._tail), re.DOTALL
-        )
-        for name in filter(left.fullmatch, os.listdir(self._directory_fd)):
-            # What is gone meanwhile, another user's, being written, or no file is left alone.
-            with contextlib.suppress(OSError):
-                self._remove_unlocked(name)
-
-    def _remove_unlocked(self, name: str) -> None:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(name, flags, dir_fd=self._directory_fd)
-        try:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                # Shared, which suffices, and which NFS gives to who may only read.
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                os.unlink(name, dir_fd=self._directory_fd)
-        finally:
-            os.close(fd)
-
     def _take_attributes(self, former: os.stat_result) -> None:
         """Owner and mode stay when a name's content is replaced, as torch.save leaves them."""
         mode = stat.S_IMODE(former.st_mode)
@@ -197,3 +170,44 @@ class Replacement:
                 mode &= 0o707 if own.st_gid != former.st_gid else 0o777
         with contextlib.suppress(OSError):  # of a filesystem that has no modes
             os.fchmod(self._fd, mode)
+
+
+def remove_left(path: str) -> None:
+    """Remove what was left of `path`, absolute with links followed, by processes that are no more.
+
+    Raises OSError of a directory that cannot be read.
+    """
+    directory, name = os.path.split(path)
+    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _remove_left(directory_fd, name)
+    finally:
+        os.close(directory_fd)
+
+
+def _tail(name: str) -> str:
+    """How the temporary name of a name ends: as the name does, if need be without its begin."""
+    bytes_max = NAME_BYTES_MAX - len(PREFIX) - TOKEN_DIGITS - 1
+    return "." + os.fsdecode(os.fsencode(name)[-bytes_max:])
+
+
+def _remove_left(directory_fd: int, name: str) -> None:
+    left = re.compile(
+        re.escape(PREFIX) + rf"[0-9a-f]{{{TOKEN_DIGITS}}}" + re.escape(_tail(name)), re.DOTALL
+    )
+    for found in filter(left.fullmatch, os.listdir(directory_fd)):
+        # What is gone meanwhile, another user's, being written, or no file is left alone.
+        with contextlib.suppress(OSError):
+            _remove_unlocked(directory_fd, found)
+
+
+def _remove_unlocked(directory_fd: int, name: str) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=directory_fd)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            # Shared, which suffices, and which NFS gives to who may only read.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=directory_fd)
+    finally:
+        os.close(fd)

@@ -17,7 +17,7 @@ import ctypes
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from fpfs.client.container import Container, Record, lay_out
 from fpfs.client.paths import default_threads, resolve
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
-from fpfs.client.replacement import Replacement
+from fpfs.client.replacement import Replacement, remove_left
 from fpfs.client.shares import TEXT, Division, Share
 from fpfs.core.mounts import mount_containing
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
@@ -120,9 +120,14 @@ def save(
                 name, container, peers, durable=durable, started=started
             ) as coordinator:
                 task = peers.exchange("share", offer, coordinator.divide, of=_Task)
-                with _removed_if_orphaned(task):
-                    part = _write_share(task, container, peers, coordinator.fd)
-                    saved = peers.exchange("part", part, coordinator.finish, of=Saved)
+                part = _write_share(task, container, peers, coordinator.fd)
+                saved = peers.exchange("part", part, coordinator.finish, of=Saved)
+        except RankFailed as error:
+            if error.rank == 0 and error.gone:
+                # It made the file, and would have removed it. The mount may have gone with it.
+                with contextlib.suppress(OSError):
+                    remove_left(name)
+            raise
         except OSError as error:
             # What fails for a descriptor does not know the name.
             if error.filename is None:
@@ -249,19 +254,6 @@ class _Coordinator:
 
 def _described(offer: _Offer) -> str:
     return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"
-
-
-@contextlib.contextmanager
-def _removed_if_orphaned(task: _Task) -> Iterator[None]:
-    """Remove the file if rank 0, which made it and would remove it, dies."""
-    try:
-        yield
-    except RankFailed as error:
-        if error.rank == 0 and error.gone:
-            # Not there: renamed already, or removed by another rank.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(task.temporary_path)
-        raise
 
 
 def _write_share(task: _Task, container: Container, peers: Peers, own_fd: int) -> _Part:

@@ -23,6 +23,7 @@ from fpfs.testing.mounted import Mount, mounted
 from tests.support.failures.damage import blocks_of, flip
 from tests.support.failures.faults import MEBIBYTE, faulty_mount
 from tests.support.processes import python_child
+from tests.support.ranks import Worlds, worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import kill
 from tests.support.states import large_state, odd_state, same
@@ -80,6 +81,62 @@ def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:
     assert same(torch.load(ours, weights_only=False), state)
     assert same(torch.load(ours, weights_only=False, mmap=True)["large"], state["large"])
     assert sorted(os.listdir(directory)) == ["ours.pt", "theirs.pt"]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Worlds]:
+    """Where ranks come from."""
+    with worlds() as started:
+        yield started
+
+
+def save_together(path: str, seed: int) -> list[int]:
+    """As a rank: save, durably; returns which ranks have written."""
+    saved = client.save(large_state(seed=seed), path, durable=True)
+    return [part.rank for part in saved.written]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_write_one_file(directory: Path, mount: Mount, forks: Worlds, ranks: int) -> None:
+    path = directory / "state.pt"
+    for seed in (6, 7):
+        writers = forks.start(ranks, save_together, path, seed).values()
+        assert writers == [list(range(ranks))] * ranks
+        status = fpfs.status(path)
+        assert isinstance(status, FileStatus)
+        assert status.durable
+        assert same(client.load(path), large_state(seed=seed))
+    mount.remount()
+    assert same(torch.load(path), large_state(seed=7))
+    assert os.listdir(directory) == ["state.pt"]
+
+
+def save_and_save(path: str, step: int) -> None:
+    """As a rank: save over and over, of each step another state, until a rank dies."""
+    state = {str(number): torch.zeros(500_001, dtype=torch.int32) for number in range(8)}
+    while True:
+        for tensor in state.values():
+            tensor.fill_(step)
+        client.save(state, path)
+        step += 1
+
+
+def test_a_rank_that_is_killed_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
+    chance = random.Random(chosen_seed())
+    path = own.root / "state.pt"
+    last = 0
+    for _ in range(KILLS):
+        before = path.stat().st_ino if last else 0
+        world = forks.start(3, save_and_save, path, last + 1)
+        wait_until(lambda before=before: path.exists() and path.stat().st_ino != before)
+        time.sleep(chance.uniform(0, DELAY_S))
+        killed = chance.randrange(3)
+        world.kill(killed)
+        errors = [outcome.error for outcome in world.outcomes()]
+        assert errors.pop(killed) == -signal.SIGKILL
+        assert errors == [f"RankFailed: rank {killed}: its process is no more"] * 2
+        assert os.listdir(own.root) == ["state.pt"]
+        last = step_of(path)
 
 
 def test_durable_is_durable(directory: Path, mount: Mount) -> None:
