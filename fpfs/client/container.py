@@ -27,6 +27,9 @@ _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CRC_IN_ENTRY = 16
 
+SHARDED = {"DTensor", "ShardedTensor"}
+"""Classes of tensors of which a rank has a part. Importing them would take a second."""
+
 
 class Unsupported(ValueError):
     """This torch lays out its files in a way that is not known here."""
@@ -71,7 +74,7 @@ class Container(NamedTuple):
     tensors: list[str]
     """Type, shape and, if it has one, name of each tensor, as they were pickled."""
     sharded: list[str]
-    """Names of those that are DTensors, of which this rank may have only a part."""
+    """Names of those of which this rank may have only a part."""
 
 
 class _Sink:
@@ -139,7 +142,7 @@ class _Pickling:
                         name = before if isinstance(before, str) else ""
                         shape = "" if obj.is_nested else tuple(obj.shape)
                         tensors.append(f"{name} {obj.dtype} {shape}")
-                        if type(obj).__name__ == "DTensor":
+                        if SHARDED & {base.__name__ for base in type(obj).__mro__}:
                             sharded.append(name)
                     before = obj
                     if isinstance(saved, tuple) and saved[0] == "storage":

@@ -320,6 +320,7 @@ class Ranks:
             if absent and not said and waited_s > SAY_AFTER_S:
                 said = True
                 logger.warning("rank %d waits for %s to call save", self.rank, _named(absent))
+            # The store's own wait cannot be interrupted, and prints a warning each time it is over.
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, POLL_MAX_S)
 
@@ -382,7 +383,9 @@ def _failure_of(error: BaseException, *, rank: int) -> _Failure:
     if isinstance(error, RankFailed):
         return _Failure(error.rank, error.cause, error.errno, error.gone)
     number = error.errno if isinstance(error, OSError) else None
-    return _Failure(rank, f"{type(error).__name__}: {error}", number, False)
+    # A path may hold what is no UTF-8.
+    cause = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+    return _Failure(rank, cause, number, False)
 
 
 def _named(ranks: list[int]) -> str:

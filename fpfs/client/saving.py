@@ -121,7 +121,7 @@ def save(
             ) as coordinator:
                 task = peers.exchange("share", offer, coordinator.divide, of=_Task)
                 part = _write_share(task, container, peers, coordinator.fd)
-                saved = peers.exchange("part", part, coordinator.finish, of=Saved)
+                finished = peers.exchange("part", part, coordinator.finish, of=_Finished)
         except RankFailed as error:
             if error.rank == 0 and error.gone:
                 # It made the file, and would have removed it. The mount may have gone with it.
@@ -133,7 +133,15 @@ def save(
             if error.filename is None:
                 error.filename = name
             raise
-    return saved._replace(seconds=time.monotonic() - started)
+    return Saved(
+        path=name,
+        bytes=finished.total_bytes,
+        seconds=time.monotonic() - started,
+        lay_out_s=finished.lay_out_s,
+        write_s=finished.write_s,
+        durable=durable,
+        written=finished.written,
+    )
 
 
 class _Offer(msgspec.Struct):
@@ -158,6 +166,15 @@ class _Part(msgspec.Struct):
     written: Written
     crcs: list[int]
     """Of the share's pieces."""
+
+
+class _Finished(msgspec.Struct):
+    """What rank 0 knows in the end: the fields of `Saved` that are the same on all ranks."""
+
+    total_bytes: int
+    lay_out_s: float
+    write_s: float
+    written: tuple[Written, ...]
 
 
 def _signature(container: Container) -> tuple[int, int, bytes]:
@@ -218,13 +235,17 @@ class _Coordinator:
     def _compare(self, offers: list[_Offer]) -> None:
         if self._container.sharded:
             raise ValueError(
-                f"the state has a DTensor ({self._container.sharded[0]!r}), which a group cannot"
-                " save: use torch.distributed.checkpoint, or save a full state dict"
+                f"the state has a sharded tensor ({self._container.sharded[0]!r}), which a group"
+                " cannot save: use torch.distributed.checkpoint, or save a full state dict"
             )
         for rank, offer in enumerate(offers):
             if offer.path != offers[0].path:
                 path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
-                raise RankFailed(rank, f"saves to {path!r}, and rank 0 to {own!r}")
+                raise RankFailed(
+                    rank,
+                    f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file"
+                    " of each rank, give group=fpfs.client.ALONE",
+                )
             if offer.digest != offers[0].digest:
                 raise RankFailed(
                     rank,
@@ -232,7 +253,7 @@ class _Coordinator:
                     " tensors of the same names, types and shapes, in the same order",
                 )
 
-    def finish(self, parts: list[_Part]) -> list[Saved]:
+    def finish(self, parts: list[_Part]) -> list[_Finished]:
         """Write what is left, and give the file its name."""
         assert self._replacement is not None
         assert self._division is not None
@@ -240,16 +261,13 @@ class _Coordinator:
         _write(rest, self._container, fd=self._replacement.fd, threads=1)
         written_at = time.monotonic()
         self._replacement.commit(durable=self._durable)
-        saved = Saved(
-            path=self._name,
-            bytes=self._container.bytes,
-            seconds=time.monotonic() - self._started,
+        finished = _Finished(
+            total_bytes=self._container.bytes,
             lay_out_s=self._laid_out - self._started,
             write_s=written_at - self._laid_out,
-            durable=self._durable,
             written=tuple(part.written for part in parts if part.written.bytes > 0),
         )
-        return [saved] * len(parts)
+        return [finished] * len(parts)
 
 
 def _described(offer: _Offer) -> str:
