@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fpfs.client.sharding import Sharded, StandIns, sharded_of
+
 _DESCRIPTOR = b"PK\x07\x08"
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _ENTRY_SIGNATURE = b"PK\x01\x02"
@@ -26,9 +28,6 @@ _LOCATOR = struct.Struct("<4sLQL")
 _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CRC_IN_ENTRY = 16
-
-SHARDED = {"DTensor", "ShardedTensor"}
-"""Classes of tensors of which a rank has a part. Importing them would take a second."""
 
 
 class Unsupported(ValueError):
@@ -50,6 +49,10 @@ class Record(NamedTuple):
     offset: int
     bytes: int
     storage: torch.UntypedStorage
+    start: int = 0
+    """Of the bytes that this rank has, in the storage."""
+    sharded: Sharded | None = None
+    """What part of the bytes this rank has; None: all."""
 
 
 class CrcPlace(NamedTuple):
@@ -73,8 +76,12 @@ class Container(NamedTuple):
     """In order; two for each record: first those beside records, then those in the directory."""
     tensors: list[str]
     """Type, shape and, if it has one, name of each tensor, as they were pickled."""
-    sharded: list[str]
-    """Names of those of which this rank may have only a part."""
+
+    @property
+    def sharded(self) -> list[Sharded]:
+        """What this rank has of each record of which it may have only a part, in order."""
+        records = (part for part in self.parts if isinstance(part, Record))
+        return [record.sharded for record in records if record.sharded is not None]
 
 
 class _Sink:
@@ -115,18 +122,19 @@ class _Sink:
 class _Pickling:
     """Stands for the module pickle in torch.save, and sees which storages it saves.
 
-    `pickled` is called between the pickling and the writing of the first record.
+    `pickled` is called between the pickling and the writing of the first record. `whole`: tensors
+    of which this rank has a part are pickled as ordinary ones.
     """
 
-    def __init__(self, *, pickled: Callable[[], object]) -> None:
+    def __init__(self, *, whole: bool, pickled: Callable[[], object]) -> None:
         storages: dict[str, torch.UntypedStorage] = {}
         self.storages = storages
         """By torch's keys, in the order that they have in the file."""
         tensors: list[str] = []
         self.tensors = tensors
-        sharded: list[str] = []
-        self.sharded = sharded
+        wholes = self._wholes = _Wholes()
         before: Any = None
+        name = ""
 
         class Pickler(pickle.Pickler):
             def __init_subclass__(cls, **arguments: Any) -> None:
@@ -135,15 +143,13 @@ class _Pickling:
                 torchs = cls.persistent_id
 
                 def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
-                    nonlocal before
+                    nonlocal before, name
                     saved = torchs(self, obj)
                     if isinstance(obj, torch.Tensor):
                         # A dictionary's key is pickled before its value.
                         name = before if isinstance(before, str) else ""
                         shape = "" if obj.is_nested else tuple(obj.shape)
                         tensors.append(f"{name} {obj.dtype} {shape}")
-                        if SHARDED & {base.__name__ for base in type(obj).__mro__}:
-                            sharded.append(name)
                     before = obj
                     if isinstance(saved, tuple) and saved[0] == "storage":
                         typed = isinstance(obj, torch.storage.TypedStorage)
@@ -153,35 +159,86 @@ class _Pickling:
 
                 cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
+            def reducer_override(self, obj: Any) -> Any:
+                if whole and isinstance(obj, torch.Tensor):
+                    sharded = sharded_of(obj, name)
+                    if sharded is not None:
+                        tensors[-1] += " sharded"
+                        return wholes.stand_in(obj, sharded).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return NotImplemented
+
             def dump(self, obj: Any) -> None:
                 super().dump(obj)
                 pickled()
 
         self.Pickler = Pickler
 
+    def records(self) -> list[Record]:
+        """The storages that have bytes, as records of which only the offsets are missing."""
+        records = []
+        for storage in self.storages.values():
+            sharded = self._wholes.sharded.get(storage._cdata)  # noqa: SLF001
+            if storage.nbytes() == 0:
+                continue
+            if sharded is None:
+                records.append(Record(0, storage.nbytes(), storage))
+            else:
+                local = sharded.local
+                start = local.storage_offset() * sharded.itemsize
+                records.append(Record(0, storage.nbytes(), local.untyped_storage(), start, sharded))
+        return records
+
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
 
 
-def lay_out(state: Any) -> Container:
+class _Wholes:
+    """The tensors that stand in the file for those of which this rank has parts."""
+
+    def __init__(self) -> None:
+        self.sharded: dict[int, Sharded] = {}
+        """By the stand-ins' storages."""
+        self._made: dict[Any, torch.Tensor] = {}
+        self._stand_ins = StandIns()
+
+    def stand_in(self, tensor: torch.Tensor, sharded: Sharded) -> torch.Tensor:
+        """Return the ordinary tensor to pickle instead; the same for tensors that share a part."""
+        part: Any = tensor.detach()
+        local = part.to_local()
+        storage = local.untyped_storage()._cdata  # noqa: SLF001
+        key = (storage, local.storage_offset(), sharded.shape, tensor.dtype, part.placements)
+        if key not in self._made:
+            made = self._made[key] = self._stand_ins.make(sharded.shape, tensor.dtype)
+            self.sharded[made.untyped_storage()._cdata] = sharded  # noqa: SLF001
+        made = self._made[key]
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.detach().requires_grad_(tensor.requires_grad)
+
+
+def lay_out(state: Any, *, whole: bool = False) -> Container:
     """Lay out the file that torch.save would write of `state`; nothing of its tensors is read.
 
-    Raises what torch.save raises of a state that it cannot save, and `Unsupported`.
+    whole: tensors of which each rank has a part (DTensors) become ordinary ones in the file.
+
+    Raises what torch.save raises of a state that it cannot save, and `Unsupported`; with `whole`
+    ValueError of tensors whose part this rank cannot tell.
     """
     sink = _Sink()
     with contextlib.ExitStack() as skipping:
         # Not while it pickles: some tensors are refused then that are saved as all others.
         pickling = _Pickling(
-            pickled=lambda: skipping.enter_context(torch.serialization.skip_data())
+            whole=whole,
+            pickled=lambda: skipping.enter_context(torch.serialization.skip_data()),
         )
         torch.save(state, sink, pickle_module=pickling)
     sink.end_text()
-    storages = [storage for storage in pickling.storages.values() if storage.nbytes() > 0]
-    if [storage.nbytes() for storage in storages] != [count for _, count in sink.skipped]:
+    records = pickling.records()
+    if [record.bytes for record in records] != [count for _, count in sink.skipped]:
         raise Unsupported("torch.save left out other bytes than those of the storages")
     parts: list[Text | Record] = []
-    for text, (offset, count), storage in zip(sink.texts, sink.skipped, storages, strict=False):
-        parts += [text, Record(offset, count, storage)]
+    for text, (offset, _), record in zip(sink.texts, sink.skipped, records, strict=False):
+        parts += [text, record._replace(offset=offset)]
     parts.append(sink.texts[-1])
     places = [*_places_behind(sink), *_places_in_directory(sink)]
     return Container(
@@ -190,7 +247,6 @@ def lay_out(state: Any) -> Container:
         parts=parts,
         crc_places=places,
         tensors=pickling.tensors,
-        sharded=pickling.sharded,
     )
 
 

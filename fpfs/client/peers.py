@@ -69,6 +69,8 @@ class Peers(Protocol):
 
     rank: int
     size: int
+    is_group: bool
+    """Whether tensors of which each rank has a part are one tensor to them."""
 
     def exchange(
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
@@ -98,6 +100,9 @@ class Alone:
 
     rank = 0
     size = 1
+
+    def __init__(self, *, is_group: bool = False) -> None:
+        self.is_group = is_group
 
     def exchange(
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
@@ -193,6 +198,8 @@ class _Watch:
 
 class Ranks:
     """The ranks of a group of torch.distributed. `timeout_s`: docs/client.md, Errors."""
+
+    is_group = True
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
@@ -411,5 +418,5 @@ def peers_of(group: dist.ProcessGroup | Alone | None, *, timeout_s: float) -> Pe
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ValueError("this process is not a rank of the group: only ranks of it call save")
     if dist.get_world_size(group) == 1:
-        return ALONE
+        return Alone(is_group=True)
     return Ranks(group, timeout_s=timeout_s)

@@ -28,10 +28,11 @@ from fpfs.client.container import Container, Record, lay_out
 from fpfs.client.paths import default_threads, resolve
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.replacement import Replacement, remove_left
-from fpfs.client.shares import TEXT, Division, Share
+from fpfs.client.sharding import Box
+from fpfs.client.shares import TEXT, Division, Piece, Share, crc32_parts
 from fpfs.core.mounts import mount_containing
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
-from fpfs.core.transfers import PieceWriter, run_to_end, write_pieces
+from fpfs.core.transfers import run_to_end, write_pieces
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
@@ -99,23 +100,26 @@ def save(
     state: what torch.save takes. Storages on other devices are copied to the processor's memory
         first, what a rank writes of them.
     group: whose ranks write it together, each a part: all call `save`, with the same tensors and a
-        path to the same file. What is not a tensor is rank 0's. None: the default group of
-        torch.distributed, if that is initialized. ALONE: this process only.
+        path to the same file. What is not a tensor is rank 0's. A DTensor is saved whole, as an
+        ordinary tensor in the processor's memory: each rank writes of its part. None: the default
+        group of torch.distributed, if that is initialized. ALONE: this process only.
     durable: return when the file and its name survive power loss, as after fsync(2).
     timeout_s: seconds that a rank waits at most for another that it knows nothing of.
 
     Elsewhere than on a mount of fpfs it works as well, and flushes the file before the rename.
 
     Raises OSError as open(2) and write(2) do (ENOSPC before the first byte is written, where the
-    filesystem can reserve room), TypeError of what is no path, what torch.save raises of what
-    cannot be pickled, and RankFailed of what another rank has raised.
+    filesystem can reserve room), TypeError of what is no path, ValueError of a tensor whose parts
+    are not a whole, what torch.save raises of what cannot be pickled, and RankFailed of what
+    another rank has raised.
     """
     started = time.monotonic()
     with peers_of(group, timeout_s=timeout_s) as peers:
         name = resolve(path)
         try:
-            container = lay_out(state)
-            offer = _Offer(os.fsencode(name), *_signature(container))
+            container = lay_out(state, whole=peers.is_group)
+            boxes = [sharded.box for sharded in container.sharded]
+            offer = _Offer(os.fsencode(name), *_signature(container), boxes)
             with _Coordinator(
                 name, container, peers, durable=durable, started=started
             ) as coordinator:
@@ -151,6 +155,8 @@ class _Offer(msgspec.Struct):
     tensors: int
     bytes_of_storages: int
     digest: bytes
+    boxes: list[Box]
+    """What the rank has of each sharded tensor."""
 
 
 class _Task(msgspec.Struct):
@@ -164,8 +170,8 @@ class _Part(msgspec.Struct):
     """What a rank has written."""
 
     written: Written
-    crcs: list[int]
-    """Of the share's pieces."""
+    crcs: dict[int, int]
+    """`shares.crc32_parts`."""
 
 
 class _Finished(msgspec.Struct):
@@ -221,37 +227,18 @@ class _Coordinator:
 
     def divide(self, offers: list[_Offer]) -> list[_Task]:
         """Make the file, with room for all of it, and tell each rank what to write."""
-        if len(offers) > 1:
-            self._compare(offers)
+        _compare(offers)
+        self._division = Division(
+            self._container,
+            ranks=len(offers),
+            block_bytes=CHUNK_BYTES_DEFAULT,
+            boxes=[offer.boxes for offer in offers],
+        )
         replacement = self._replacement = self._stack.enter_context(Replacement(self._name))
         replacement.reserve(self._container.bytes)
-        self._division = Division(
-            self._container, ranks=len(offers), block_bytes=CHUNK_BYTES_DEFAULT
-        )
         self._laid_out = time.monotonic()
         path = os.fsencode(replacement.temporary_path)
         return [_Task(path, share) for share in self._division.shares]
-
-    def _compare(self, offers: list[_Offer]) -> None:
-        if self._container.sharded:
-            raise ValueError(
-                f"the state has a sharded tensor ({self._container.sharded[0]!r}), which a group"
-                " cannot save: use torch.distributed.checkpoint, or save a full state dict"
-            )
-        for rank, offer in enumerate(offers):
-            if offer.path != offers[0].path:
-                path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
-                raise RankFailed(
-                    rank,
-                    f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file"
-                    " of each rank, give group=fpfs.client.ALONE",
-                )
-            if offer.digest != offers[0].digest:
-                raise RankFailed(
-                    rank,
-                    f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
-                    " tensors of the same names, types and shapes, in the same order",
-                )
 
     def finish(self, parts: list[_Part]) -> list[_Finished]:
         """Write what is left, and give the file its name."""
@@ -270,6 +257,24 @@ class _Coordinator:
         return [finished] * len(parts)
 
 
+def _compare(offers: list[_Offer]) -> None:
+    """Raise RankFailed of a rank that saves something else than rank 0."""
+    for rank, offer in enumerate(offers):
+        if offer.path != offers[0].path:
+            path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
+            raise RankFailed(
+                rank,
+                f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file of"
+                " each rank, give group=fpfs.client.ALONE",
+            )
+        if offer.digest != offers[0].digest:
+            raise RankFailed(
+                rank,
+                f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
+                " tensors of the same names, types and shapes, in the same order",
+            )
+
+
 def _described(offer: _Offer) -> str:
     return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"
 
@@ -278,12 +283,14 @@ def _write_share(task: _Task, container: Container, peers: Peers, own_fd: int) -
     """Write what this rank has to, by `own_fd` if that is open."""
     started = time.monotonic()
     share, threads = task.share, max(1, default_threads() // peers.size)
-    copied_bytes, crcs = 0, []
+    copied_bytes, crcs = 0, dict[int, int]()
     if share.pieces:
         fd = own_fd if own_fd >= 0 else _open(task, peers)
         try:
-            writer = _write(share, container, fd=fd, threads=threads, check=peers.check)
-            copied_bytes, crcs = writer.copied_bytes, writer.crc32()
+            copied_bytes, of_runs = _write(
+                share, container, fd=fd, threads=threads, check=peers.check
+            )
+            crcs = crc32_parts(share, of_runs, container)
             if own_fd < 0 and not mount_containing(os.fsdecode(task.temporary_path)).is_fpfs:
                 # Rank 0 flushes what it knows of, which may be less on another machine.
                 os.fsync(fd)
@@ -312,36 +319,46 @@ def _write(
     fd: int,
     threads: int,
     check: Callable[[], object] = lambda: None,
-) -> PieceWriter:
-    """Write a share; `check` may end it."""
+) -> tuple[int, list[list[int]]]:
+    """Write a share; returns how much was copied first, and the CRC32s of each piece's runs.
+
+    `check` may end it.
+    """
     text = (ctypes.c_char * len(share.text)).from_buffer(share.text)
     base = ctypes.addressof(text)
-    pieces, kept = [], list[Any]()
-    for piece in share.pieces:
+    runs, kept = [], list[Any]()
+    for index, piece in enumerate(share.pieces):
         if piece.part == TEXT:
-            address = base + piece.start
+            address = base
         else:
             record = container.parts[piece.part]
             assert isinstance(record, Record)
-            address, owner = _in_memory(record.storage, piece.start, piece.bytes)
+            address, owner = _in_memory(record, piece)
             kept.append(owner)
-        pieces.append((address, piece.bytes, piece.offset))
+        runs += [(offset, address + start, piece.bytes, index) for offset, start in piece.runs()]
+    # Pieces of several runs may reach into each other.
+    runs.sort()
+    numbers = {index: number for number, (_, _, _, index) in enumerate(runs)}
     writer = write_pieces(
-        pieces,
-        share.crc_places,
+        [(address, count, offset) for offset, address, count, _ in runs],
+        [(place, numbers[index]) for place, index in share.crc_places],
         owners=(text, kept),
         fd=fd,
         request_bytes=REQUEST_BYTES,
         threads=threads,
     )
     run_to_end(writer, check=check)
-    return writer
+    crcs: list[list[int]] = [[] for _ in share.pieces]
+    for (_, _, _, index), crc in zip(runs, writer.crc32(), strict=True):
+        crcs[index].append(crc)
+    return writer.copied_bytes, crcs
 
 
-def _in_memory(storage: torch.UntypedStorage, start: int, count: int) -> tuple[int, Any]:
-    """The address of bytes of a storage, in the processor's memory, and whose they are."""
+def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
+    """Where in the processor's memory the piece's `start` is counted from, and whose that is."""
+    storage, start = record.storage, record.start + piece.start
     if storage.device.type == "cpu":
-        return storage.data_ptr() + start, storage
+        return storage.data_ptr() + record.start, storage
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    copy = whole[start : start + count].cpu()
-    return copy.data_ptr(), copy
+    copy = whole[start : start + piece.total_bytes].cpu()
+    return copy.data_ptr() - piece.start, copy

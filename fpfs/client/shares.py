@@ -1,45 +1,62 @@
-"""How the bytes of one file are divided among ranks, each of which has all tensors of the state.
+"""How the bytes of one file are divided among ranks.
 
-The file is cut at multiples of a block into as many ranges as there are ranks, which differ by one
-block at most, whatever the tensors' sizes. A rank takes tensors' bytes from its own memory; all
-else (pickle, headers, directory) is rank 0's and comes with the share.
+Of most tensors every rank has all bytes, of some (DTensors) each has a part, of which others may
+have a replica. So bytes are sorted by who has them, and each set of ranks divides what only it has:
+those of fewest ranks first, and then so that all ranks have written the same in the end. Shares are
+cut at multiples of a block of the file; where all have all, they differ by one block at most.
+
+A rank takes tensors' bytes from its own memory; all else (pickle, headers, directory) is rank 0's
+and comes with the share, to whoever writes the bytes before it.
 
 What holds the CRC32 of a record that several ranks write parts of is in nobody's share: rank 0
-writes it when all have told the CRC32s of their parts. That are the archive's directory and a
-header for each cut.
+writes it when all have told what their parts are of the CRC32s. That are the archive's directory
+and the header behind each such record.
 """
 
 from __future__ import annotations
 
-import bisect
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from fpfs.client.container import Container, CrcPlace, Record, Text
+from fpfs.client.sharding import Box, is_tiling, runs_of
 from fpfs.core.transfers import combine_crc32
 
 TEXT = -1
-CRC_BYTES = 4
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """Bytes of the file that lie in one piece in memory."""
+    """Bytes of the file that lie in one piece in memory, in `count` runs of `bytes` each."""
 
     offset: int
+    """Of the first run in the file."""
     bytes: int
     part: int
     """Index in `Container.parts` of the record; TEXT: it is in the share's text."""
     start: int
-    """Offset in the storage, or in the text."""
+    """Offset in the bytes of the record that the rank has, or in the text."""
+    count: int = 1
+    step: int = 0
+    """From the begin of one run to the begin of the next, in the file."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all runs."""
+        return self.count * self.bytes
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The runs' offsets, in the file and as `start`."""
+        for number in range(self.count):
+            yield self.offset + number * self.step, self.start + number * self.bytes
 
 
 class Share(msgspec.Struct):
     """What one rank writes."""
 
     pieces: list[Piece]
-    """In order."""
+    """By their offsets."""
     crc_places: list[tuple[int, int]]
     """Offsets in the file of CRC32s, each with the index of the piece that it is of."""
     text: bytearray
@@ -47,43 +64,50 @@ class Share(msgspec.Struct):
     @property
     def total_bytes(self) -> int:
         """How many bytes of the file the share has."""
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(piece.total_bytes for piece in self.pieces)
 
 
 class Division:
     """A file's shares, one for each rank, and what waits for their CRC32s.
 
-    `block_bytes`: where the file may be cut. `container` is the division's from now on.
+    block_bytes: at whose multiples in the file shares are cut.
+    boxes: what each rank has of each of the container's sharded tensors.
+
+    `container` is the division's from now on. Raises ValueError if some bytes are no rank's.
     """
 
-    def __init__(self, container: Container, *, ranks: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        container: Container,
+        *,
+        ranks: int,
+        block_bytes: int,
+        boxes: Sequence[Sequence[Box]] = (),
+    ) -> None:
         self._container = container
-        self._ends = _ends(container.bytes, ranks=ranks, block_bytes=block_bytes)
         self._places = list(_texts_of_places(container))
+        given: list[list[Piece]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
+        streams = _streams(container, ranks=ranks, boxes=boxes)
+        for holders in sorted(streams, key=len):
+            for rank, piece in _dealt(streams[holders], loads, holders, block_bytes):
+                given[rank].append(piece)
+                loads[rank] += piece.total_bytes
+        writers = _writers(container, given)
         self._waiting: dict[int, Text] = {}
         """The parts in nobody's share, by their indices."""
         for place, index in self._places:
-            holder = container.parts[index]
-            if isinstance(holder, Text) and not self._is_of_one(place):
-                self._waiting[index] = holder
-        self.shares = [Share([], [], bytearray()) for _ in range(ranks)]
-        pieces = {}
-        for index, part in enumerate(container.parts):
-            if index not in self._waiting:
-                for rank, begin, end in self._cut(part):
-                    pieces[index] = self._give(rank, index, begin, end)
-        for place, text in self._places:
-            if text not in self._waiting:
-                share = self.shares[self._rank_at(place.offset)]
-                share.crc_places.append((place.offset, pieces[place.part]))
+            text = container.parts[index]
+            if isinstance(text, Text) and len(writers[index] | writers[place.part]) > 1:
+                self._waiting[index] = text
+        self.shares = [self._share(pieces) for pieces in given]
 
-    def finish(self, crcs: list[list[int]]) -> Share:
-        """Return what is left to write, given the CRC32s of each share's pieces."""
+    def finish(self, crcs: Sequence[dict[int, int]]) -> Share:
+        """Return what is left to write, given what `crc32_parts` returned of each rank."""
         container, whole = self._container, dict.fromkeys(range(len(self._container.parts)), 0)
-        for share, found in zip(self.shares, crcs, strict=True):
-            for piece, crc in zip(share.pieces, found, strict=True):
-                if piece.part != TEXT:
-                    whole[piece.part] = combine_crc32(whole[piece.part], crc, piece.bytes)
+        for found in crcs:
+            for part, crc in found.items():
+                whole[part] ^= crc
         for place, index in self._places:
             if index in self._waiting:
                 text = self._waiting[index]
@@ -93,41 +117,161 @@ class Division:
         pieces = [Piece(text.offset, text.bytes, TEXT, text.start) for text in texts]
         return Share(pieces, [], container.text)
 
-    def _rank_at(self, offset: int) -> int:
-        return bisect.bisect_right(self._ends, offset)
+    def _share(self, given: list[Piece]) -> Share:
+        container, share, indices = self._container, Share([], [], bytearray()), dict[int, int]()
+        for piece in sorted(given, key=lambda piece: piece.offset):
+            if piece.part not in self._waiting:
+                indices[piece.part] = len(share.pieces)
+                share.pieces.append(_with_text(piece, container, share.text))
+        share.crc_places = [
+            (place.offset, indices[place.part]) for place, text in self._places if text in indices
+        ]
+        return share
 
-    def _is_of_one(self, place: CrcPlace) -> bool:
-        """Whether one rank has the CRC32's place and all of what it is of."""
-        begin = self._container.parts[place.part].offset
-        return self._rank_at(begin) == self._rank_at(place.offset + CRC_BYTES - 1)
 
-    def _cut(self, part: Text | Record) -> Iterator[tuple[int, int, int]]:
-        """The ranges of a part that ranks have: rank, begin and end in the file."""
-        begin, end = part.offset, part.offset + part.bytes
-        while begin < end:
-            rank = self._rank_at(begin)
-            cut = min(end, self._ends[rank])
-            yield rank, begin, cut
-            begin = cut
+def _with_text(piece: Piece, container: Container, text: bytearray) -> Piece:
+    """The piece as it is in a share, to whose text the piece's is added."""
+    part = container.parts[piece.part]
+    if not isinstance(part, Text):
+        return piece
+    source, start = part.start + piece.start, len(text)
+    text += container.text[source : source + piece.bytes]
+    return Piece(piece.offset, piece.bytes, TEXT, start)
 
-    def _give(self, rank: int, index: int, begin: int, end: int) -> int:
-        """Give a rank a range of a part; returns the index of the piece."""
-        share, part = self.shares[rank], self._container.parts[index]
-        start = begin - part.offset
+
+def crc32_parts(
+    share: Share, crcs: Sequence[Sequence[int]], container: Container
+) -> dict[int, int]:
+    """What the share's bytes of each record are of its CRC32, by the record's index.
+
+    crcs: the CRC32 of each run of each piece. A CRC32 is the sum (exclusive or) of what it would be
+    of each part, were there only zeros beside it.
+    """
+    found: dict[int, int] = {}
+    for piece, of_runs in zip(share.pieces, crcs, strict=True):
+        if piece.part == TEXT:
+            continue
+        record = container.parts[piece.part]
+        end = record.offset + record.bytes
+        for (offset, _), crc in zip(piece.runs(), of_runs, strict=True):
+            shifted = combine_crc32(crc, 0, end - offset - piece.bytes)
+            found[piece.part] = found.get(piece.part, 0) ^ shifted
+    return found
+
+
+def _streams(
+    container: Container, *, ranks: int, boxes: Sequence[Sequence[Box]]
+) -> dict[tuple[int, ...], list[Piece]]:
+    """The file's bytes by the ranks that have them, in the file's order.
+
+    A text goes with what is before it.
+    """
+    everybody = tuple(range(ranks))
+    streams: dict[tuple[int, ...], list[Piece]] = {}
+    sharded = 0
+    stream: list[Piece] = []
+    first = stream
+    for index, part in enumerate(container.parts):
         if isinstance(part, Text):
-            source = part.start + start
-            start = len(share.text)
-            share.text += self._container.text[source : source + (end - begin)]
-            index = TEXT
-        share.pieces.append(Piece(begin, end - begin, index, start))
-        return len(share.pieces) - 1
+            stream.append(Piece(part.offset, part.bytes, index, 0))
+        elif part.sharded is None:
+            stream = streams.setdefault(everybody, [])
+            stream.append(Piece(part.offset, part.bytes, index, 0))
+        else:
+            for box, holders in _holders(part, [each[sharded] for each in boxes]).items():
+                stream = streams.setdefault(tuple(holders), [])
+                for runs in runs_of(box, part.sharded.shape, part.sharded.itemsize):
+                    at = part.offset + runs.offset
+                    stream.append(Piece(at, runs.bytes, index, runs.start, runs.count, runs.step))
+            sharded += 1
+        if first is not stream and first:
+            stream[:0], first = first, []
+    if first:
+        streams[everybody] = first
+    return streams
 
 
-def _ends(size: int, *, ranks: int, block_bytes: int) -> list[int]:
-    """Where each rank's range ends. What is no whole block is the last one's, who has fewest."""
-    blocks = max(1, size // block_bytes)
-    ends = [-(-blocks * (rank + 1) // ranks) * block_bytes for rank in range(ranks - 1)]
-    return [*(min(size, end) for end in ends), size]
+def _holders(record: Record, boxes: Sequence[Box]) -> dict[Box, list[int]]:
+    """The boxes of a tensor and the ranks that have them. All elements are in one of them."""
+    sharded, found = record.sharded, dict[Box, list[int]]()
+    assert sharded is not None
+    for rank, box in enumerate(boxes):
+        if box.elements > 0:
+            found.setdefault(box, []).append(rank)
+    if not is_tiling(set(found), sharded.shape):
+        shown = ", ".join(f"{box.shape} at {box.offsets}" for box in list(found)[:4])
+        raise ValueError(
+            f"what the group's ranks have of {sharded.name!r} ({shown}) is not the whole of"
+            f" {sharded.shape}: the group must have all ranks of the tensor's mesh"
+        )
+    return found
+
+
+def _dealt(
+    stream: list[Piece], loads: list[int], holders: tuple[int, ...], block_bytes: int
+) -> Iterator[tuple[int, Piece]]:
+    """Each rank's part of a stream, so that their loads become the same."""
+    total = sum(piece.total_bytes for piece in stream)
+    blocks = max(1, total // block_bytes)
+    # Where each rank's part ends. What is no whole block is the last one's, who has fewest.
+    ends = [
+        -(-end // block_bytes) * block_bytes
+        for end in _levelled(blocks * block_bytes, [loads[rank] for rank in holders])
+    ]
+    ends[-1] = total
+    at, number = 0, 0
+    for whole in stream:
+        rest: Piece | None = whole
+        while rest is not None:
+            while number < len(holders) - 1 and at >= ends[number]:
+                number += 1
+            piece, rest = _cut(rest, ends[number] - at, block_bytes)
+            at += piece.total_bytes
+            yield holders[number], piece
+
+
+def _levelled(total: int, loads: list[int]) -> list[int]:
+    """Where the parts of `total` end that make all loads the same, as far as they can."""
+    level, rest = 0.0, total
+    for count, load in enumerate(sorted(loads), 1):
+        # Were only those with the lowest `count` loads to have a part:
+        rest += load
+        if count == len(loads) or rest / count <= sorted(loads)[count]:
+            level = rest / count
+            break
+    ends, end = [], 0.0
+    for load in loads:
+        end += max(0.0, level - load)
+        ends.append(int(end))
+    return ends
+
+
+def _cut(piece: Piece, room: int, block_bytes: int) -> tuple[Piece, Piece | None]:
+    """Cut off what has `room` bytes, or up to a block more, and return it and the rest."""
+    if room >= piece.total_bytes:
+        return piece, None
+    if piece.count > 1:
+        count = -(-room // piece.bytes)
+        if count >= piece.count:
+            return piece, None
+        at, start = piece.offset + count * piece.step, piece.start + count * piece.bytes
+        rest = Piece(at, piece.bytes, piece.part, start, piece.count - count, piece.step)
+        return msgspec.structs.replace(piece, count=count), rest
+    at = -(-(piece.offset + room) // block_bytes) * block_bytes
+    taken = at - piece.offset
+    if taken >= piece.bytes:
+        return piece, None
+    rest = Piece(at, piece.bytes - taken, piece.part, piece.start + taken)
+    return msgspec.structs.replace(piece, bytes=taken), rest
+
+
+def _writers(container: Container, given: list[list[Piece]]) -> list[set[int]]:
+    """The ranks that write of each part."""
+    writers: list[set[int]] = [set() for _ in container.parts]
+    for rank, pieces in enumerate(given):
+        for piece in pieces:
+            writers[piece.part].add(rank)
+    return writers
 
 
 def _texts_of_places(container: Container) -> Iterator[tuple[CrcPlace, int]]:
@@ -138,4 +282,4 @@ def _texts_of_places(container: Container) -> Iterator[tuple[CrcPlace, int]]:
         yield place, place.part + 1 if number < half else last
 
 
-__all__ = ["TEXT", "Division", "Piece", "Share"]
+__all__ = ["TEXT", "Division", "Piece", "Share", "crc32_parts"]

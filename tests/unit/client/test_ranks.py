@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import time
@@ -15,14 +16,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fpfs import client
 from fpfs.client import peers, saving
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
-from tests.support.states import large_state, odd_state, same
+from tests.support.states import large_state, odd_state, random_tensor, same
 from tests.support.waiting import wait_until
 
 # torch's own, of types that it is not done with.
@@ -305,15 +320,146 @@ def test_a_name_that_is_no_text(forks: Worlds, path: Path) -> None:
     assert same(client.load(strange), large_state(seed=5))
 
 
-def save_dtensor(path: str) -> None:
-    """A tensor of which each rank has a part."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    client.save({"part": distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])}, path)
+def a_mesh(*shape: int) -> DeviceMesh:
+    """All ranks, in as many dimensions; the last of as many as are left."""
+    rest = dist.get_world_size() // math.prod(shape)
+    return init_device_mesh("cpu", (*shape, rest))
 
 
-def test_what_is_sharded_is_refused(forks: Worlds, path: Path) -> None:
-    for outcome in forks.start(2, save_dtensor, path).outcomes():
-        assert "the state has a sharded tensor ('part'), which a group cannot save: use" in str(
-            outcome.error
-        )
+def wholes() -> dict[str, torch.Tensor]:
+    """The tensors that DTensors are made of."""
+    shapes = {"matrix": (37, 24), "short": (3, 5), "cube": (4, 9, 6), "scalar": (), "none": (0, 4)}
+    return {
+        f"{name} {dtype}": random_tensor(dtype, shape, seed=index)
+        for index, (name, shape) in enumerate(shapes.items())
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64)
+    }
+
+
+PLACEMENTS: dict[str, list[Placement]] = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "replicas": [Replicate()],
+    "replicas of rows": [Replicate(), Shard(0)],
+    "rows and columns": [Shard(0), Shard(1)],
+    "rows of rows": [Shard(0), Shard(0)],
+}
+
+
+def sharded(placements: list[Placement]) -> dict[str, Any]:
+    """As a rank: the wholes as DTensors; what has no such dimension has replicas."""
+    mesh = a_mesh(*(2,) * (len(placements) - 1))
+    state: dict[str, Any] = {"step": 7}
+    for name, whole in wholes().items():
+        fit = [
+            Replicate() if isinstance(each, Shard) and each.dim >= whole.ndim else each
+            for each in placements
+        ]
+        state[name] = distribute_tensor(whole, mesh, fit)
+        state[f"{name} ordinary"] = whole
+    state["parameter"] = torch.nn.Parameter(state["matrix torch.float32"].detach())
+    state["tied"] = state["matrix torch.float32"].detach()
+    return state
+
+
+def fitting(size: int) -> list[str]:
+    """The placements that so many ranks can have."""
+    return [name for name, each in PLACEMENTS.items() if size % 2 ** (len(each) - 1) == 0]
+
+
+def save_sharded(path: str, block_bytes: int) -> None:
+    """As a rank: a file for each placement."""
+    saving.CHUNK_BYTES_DEFAULT = block_bytes
+    for name in fitting(dist.get_world_size()):
+        client.save(sharded(PLACEMENTS[name]), f"{path}.{name}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6])
+def test_a_sharded_state_is_saved_whole(forks: Worlds, path: Path, size: int) -> None:
+    forks.start(size, save_sharded, path, 512).values()
+    expected = wholes()
+    for name in fitting(size):
+        with zipfile.ZipFile(f"{path}.{name}") as archive:
+            assert archive.testzip() is None
+        loaded = torch.load(f"{path}.{name}", weights_only=True)
+        assert loaded["step"] == 7
+        for key, whole in expected.items():
+            assert same(loaded[key], whole)
+            assert same(loaded[f"{key} ordinary"], whole)
+        matrix = expected["matrix torch.float32"]
+        assert same(loaded["parameter"], torch.nn.Parameter(matrix))
+        assert loaded["tied"].data_ptr() == loaded["matrix torch.float32"].data_ptr()
+
+
+def train_and_save(path: str, columns: bool) -> None:
+    """As a rank: FSDP2, with tensor parallelism, and an optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()} if columns else {}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"] if columns else mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    client.save({"model": state, "optimizer": optimizer_state}, path)
+    options = StateDictOptions(full_state_dict=True)
+    full_state, full_optimizer = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        torch.save({"model": full_state, "optimizer": full_optimizer}, f"{path}.full")
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["replicas", "tensor parallel"])
+def test_fsdp(forks: Worlds, path: Path, columns: bool) -> None:
+    forks.start(4, train_and_save, path, columns).values()
+    loaded = torch.load(path, weights_only=True)
+    assert len(loaded["model"]) == 4
+    assert len(loaded["optimizer"]["state"]) == 4
+    loaded["model"] = dict(loaded["model"])
+    assert same(loaded, torch.load(f"{path}.full", weights_only=True))
+
+
+def save_what_is_no_whole(path: str, what: str) -> None:
+    """As a rank: a DTensor that this group cannot save."""
+    mesh = a_mesh()
+    if what == "sum":
+        tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        client.save({"part": tensor}, path)
+        return
+    tensor = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        client.save({"part": tensor}, path, group=pair)
+
+
+NO_WHOLE = {
+    "sum": "a group cannot save the sharded tensor 'part': its sum is still to be made:"
+    " redistribute() it. To save what each rank has in a file of its own, give"
+    " group=fpfs.client.ALONE",
+    "another group": "what the group's ranks have of 'part' ((4,) at (0,), (4,) at (4,)) is not the"
+    " whole of (12,): the group must have all ranks of the tensor's mesh",
+}
+
+
+@pytest.mark.parametrize("what", NO_WHOLE)
+def test_what_is_no_whole(forks: Worlds, path: Path, what: str) -> None:
+    outcomes = forks.start(3, save_what_is_no_whole, path, what).outcomes()
+    own = f"ValueError: {NO_WHOLE[what]}"
+    others = [own, own] if what == "sum" else [f"RankFailed: rank 0: {own}", None]
+    assert [outcome.error for outcome in outcomes] == [own, *others]
     assert is_as_before(path)
+
+
+def save_own_parts(path: str) -> None:
+    """As a rank: what torch.save would save."""
+    tensor = distribute_tensor(torch.arange(12.0), a_mesh(), [Shard(0)])
+    name = f"{path}.{dist.get_rank()}"
+    client.save({"part": tensor}, name, group=client.ALONE)
+    loaded = torch.load(name, weights_only=False)["part"]
+    assert isinstance(loaded, DTensor)
+    assert torch.equal(loaded.to_local(), tensor.to_local())
+
+
+def test_a_file_of_each_rank_has_its_parts(forks: Worlds, path: Path) -> None:
+    forks.start(2, save_own_parts, path).values()

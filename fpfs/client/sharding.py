@@ -1,0 +1,164 @@
+"""Tensors of which each rank has a part: where it belongs in the whole, and what stands for that.
+
+A part is a box, as DTensor's placements make it. In the file lies the whole, as an ordinary tensor
+in the order of its elements, so a box is runs of bytes at equal distances. Part and whole are what
+torch.distributed.checkpoint takes them for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+
+_ADDRESSES_BYTES = 1 << 40
+
+
+class Box(msgspec.Struct, array_like=True, frozen=True):
+    """A part of a tensor: where it begins in each dimension, and its shape. In elements."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many; a rank that has no part at all has offsets or shape of other dimensions."""
+        return math.prod(self.shape) if len(self.shape) == len(self.offsets) else 0
+
+
+class Runs(msgspec.Struct, frozen=True):
+    """Bytes of a tensor in `count` runs of `bytes` each; the part has them in one piece."""
+
+    offset: int
+    """Of the first run in the whole."""
+    bytes: int
+    count: int
+    step: int
+    """From the begin of one run to the begin of the next, in the whole."""
+    start: int
+    """Of the first run in the part."""
+
+
+class Sharded(NamedTuple):
+    """What a rank has of a tensor."""
+
+    name: str
+    """Of the tensor, if it has one."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    itemsize: int
+    box: Box
+    local: torch.Tensor
+    """The part, without gaps."""
+
+
+def runs_of(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Runs]:
+    """The bytes of `box`, in order, where the whole has `shape`."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # The dimensions from `inner` on are without gaps.
+    inner = max((dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]), default=0)
+    length = math.prod(box.shape[inner:])
+    outer = box.shape[:inner]
+    count = outer[-1] if outer else 1
+    step = strides[inner - 1] if outer else 0
+    base = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    for number, index in enumerate(itertools.product(*map(range, outer[:-1]))):
+        offset = base + sum(at * stride for at, stride in zip(index, strides, strict=False))
+        start = number * count * length
+        yield Runs(offset * itemsize, length * itemsize, count, step * itemsize, start * itemsize)
+
+
+def is_tiling(boxes: set[Box], shape: Sequence[int]) -> bool:
+    """Whether the boxes are the whole, cut at right angles: each element is in one of them."""
+    cells = 1
+    for dim, size in enumerate(shape):
+        intervals = sorted({(box.offsets[dim], box.shape[dim]) for box in boxes})
+        end = 0
+        for offset, count in intervals:
+            if offset != end:
+                return False
+            end += count
+        if end != size:
+            return False
+        cells *= len(intervals)
+    # Each is one of the cells, no two are the same.
+    return len(boxes) == cells
+
+
+def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
+    """What this rank has of `tensor`; None: it is an ordinary tensor.
+
+    Raises ValueError of those whose part cannot be told.
+    """
+    if not _is_dtensor(tensor):
+        if any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__):
+            _refuse(name, "it is a ShardedTensor, the predecessor of DTensor")
+        return None
+    given: Any = tensor
+    if any(placement.is_partial() for placement in given.placements):
+        _refuse(name, "its sum is still to be made: redistribute() it")
+    local = given.to_local()
+    if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
+        _refuse(name, f"its parts are {type(local).__name__}s of layout {local.layout}")
+    (chunk,) = given.__create_chunk_list__()
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.elements != local.numel():
+        _refuse(name, f"a part of shape {tuple(local.shape)} is said to have {box.shape}")
+    local = local.detach().resolve_conj().resolve_neg().contiguous()
+    return Sharded(name, tuple(given.shape), local.element_size(), box, local)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # Importing it takes a second, so who has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ValueError(
+        f"a group cannot save the sharded tensor {name!r}: {why}. To save what each rank has in a"
+        " file of its own, give group=fpfs.client.ALONE"
+    )
+
+
+class StandIns:
+    """Ordinary tensors, as large as wholes, of which only the addresses exist.
+
+    Nothing may read them. They may not be used when this object is gone.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[mmap.mmap] = []
+        self._free = memoryview(b"")
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return one."""
+        size = math.prod(shape) * dtype.itemsize
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        if size > len(self._free):
+            self._free = self._addresses(max(size, _ADDRESSES_BYTES))
+        # Each has an address of its own, by which torch.save tells storages apart.
+        storage = torch.frombuffer(self._free[:size], dtype=torch.uint8).untyped_storage()
+        self._free = self._free[size:]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))
+
+    def _addresses(self, count: int) -> memoryview:
+        # Private and not to be written: the kernel promises no memory for it.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, count, flags=flags, prot=mmap.PROT_READ)
+        self._mappings.append(mapping)
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        # torch.frombuffer warns of buffers that are not to be written.
+        return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
+__all__ = ["Box", "Runs", "Sharded", "StandIns", "is_tiling", "runs_of", "sharded_of"]
