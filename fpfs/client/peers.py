@@ -141,7 +141,7 @@ class _Failure(msgspec.Struct, array_like=True):
     gone: bool
 
 
-class _Process(msgspec.Struct, array_like=True):
+class Process(msgspec.Struct, array_like=True):
     """A process, as those on the same machine and in the same container know it."""
 
     kernel: str
@@ -149,13 +149,15 @@ class _Process(msgspec.Struct, array_like=True):
     pid: int
 
     @staticmethod
-    def own() -> _Process:
+    def own() -> Process:
+        """This one."""
         with open("/proc/sys/kernel/random/boot_id") as file:
             kernel = file.read().strip()
-        return _Process(kernel, os.stat("/proc/self/ns/pid").st_ino, os.getpid())
+        return Process(kernel, os.stat("/proc/self/ns/pid").st_ino, os.getpid())
 
     def is_near(self) -> bool:
-        own = _Process.own()
+        """Whether its pid means the same here."""
+        own = Process.own()
         return (self.kernel, self.pid_namespace) == (own.kernel, own.pid_namespace)
 
 
@@ -171,7 +173,7 @@ class _Watch:
     def knows(self, rank: int) -> bool:
         return rank in self._seen
 
-    def add(self, rank: int, process: _Process) -> None:
+    def add(self, rank: int, process: Process) -> None:
         self._seen.add(rank)
         if not process.is_near():
             return
@@ -214,7 +216,7 @@ class Ranks:
         """Steps."""
 
     def __enter__(self) -> Ranks:
-        self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(_Process.own()))
+        self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
         self._number = self._store.add(f"calls/{self.rank}", 1)
         missed = max(self._store.add(f"calls/{rank}", 0) for rank in self._awaited) - self._number
         if missed > 0:
@@ -282,7 +284,7 @@ class Ranks:
             # One that has come to a save before is known also if it does not come to this one.
             if not self._watch.knows(rank) and self._store.check([f"process/{rank}"]):
                 process = self._store.get(f"process/{rank}")
-                self._watch.add(rank, msgspec.msgpack.decode(process, type=_Process))
+                self._watch.add(rank, msgspec.msgpack.decode(process, type=Process))
         return self._watch.gone()
 
     def _has_come(self, rank: int) -> bool:

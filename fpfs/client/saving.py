@@ -13,46 +13,28 @@ may be wrong; it must not be resized, shared or freed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import torch
 
-from fpfs.client.container import Container, Record, lay_out
-from fpfs.client.paths import default_threads, resolve
-from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
+from fpfs.client.container import Container, lay_out
+from fpfs.client.gathering import Part, Source, can_gather, own_parts
+from fpfs.client.paths import resolve
+from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
 from fpfs.client.replacement import Replacement, remove_left
-from fpfs.client.sharding import Box
-from fpfs.client.shares import TEXT, Division, Piece, Share, crc32_parts
-from fpfs.core.mounts import mount_containing
+from fpfs.client.shares import Division
+from fpfs.client.writing import Done, Task, Written, write, write_share
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
-from fpfs.core.transfers import run_to_end, write_pieces
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-REQUEST_BYTES = 256 * 1024
-"""So small that what was summed up is still in the processor's cache when the kernel copies it:
-3.4 GB/s instead of 2.7 with 1 MiB (Xeon with 2 MiB of L2 a core, 2 cores, November 2026)."""
 TIMEOUT_S = 300.0
-
-
-class Written(NamedTuple):
-    """What one rank wrote of a file."""
-
-    rank: int
-    bytes: int
-    seconds: float
-    copied_bytes: int
-    """Copied before they were written: what is not a tensor's, and tensors of a few KiB."""
-    threads: int
 
 
 class Saved(NamedTuple):
@@ -118,13 +100,14 @@ def save(
         name = resolve(path)
         try:
             container = lay_out(state, whole=peers.is_group)
-            boxes = [sharded.box for sharded in container.sharded]
-            offer = _Offer(os.fsencode(name), *_signature(container), boxes)
+            offer = _Offer(
+                os.fsencode(name), *_signature(container), Process.own(), own_parts(container)
+            )
             with _Coordinator(
                 name, container, peers, durable=durable, started=started
             ) as coordinator:
-                task = peers.exchange("share", offer, coordinator.divide, of=_Task)
-                part = _write_share(task, container, peers, coordinator.fd)
+                task = peers.exchange("share", offer, coordinator.divide, of=Task)
+                part = write_share(task, container, peers, coordinator.fd)
                 finished = peers.exchange("part", part, coordinator.finish, of=_Finished)
         except RankFailed as error:
             if error.rank == 0 and error.gone:
@@ -155,23 +138,9 @@ class _Offer(msgspec.Struct):
     tensors: int
     bytes_of_storages: int
     digest: bytes
-    boxes: list[Box]
+    process: Process
+    parts: list[Part]
     """What the rank has of each sharded tensor."""
-
-
-class _Task(msgspec.Struct):
-    """What a rank is to write, and where."""
-
-    temporary_path: bytes
-    share: Share
-
-
-class _Part(msgspec.Struct):
-    """What a rank has written."""
-
-    written: Written
-    crcs: dict[int, int]
-    """`shares.crc32_parts`."""
 
 
 class _Finished(msgspec.Struct):
@@ -225,27 +194,44 @@ class _Coordinator:
         """Of the file; negative on other ranks, which have only its path."""
         return -1 if self._replacement is None else self._replacement.fd
 
-    def divide(self, offers: list[_Offer]) -> list[_Task]:
+    def divide(self, offers: list[_Offer]) -> list[Task]:
         """Make the file, with room for all of it, and tell each rank what to write."""
         _compare(offers)
         self._division = Division(
             self._container,
             ranks=len(offers),
             block_bytes=CHUNK_BYTES_DEFAULT,
-            boxes=[offer.boxes for offer in offers],
+            boxes=[[part.box for part in offer.parts] for offer in offers],
+            gathers=can_gather(
+                [offer.process for offer in offers],
+                [offer.parts for offer in offers],
+                self._container,
+            ),
         )
         replacement = self._replacement = self._stack.enter_context(Replacement(self._name))
         replacement.reserve(self._container.bytes)
         self._laid_out = time.monotonic()
         path = os.fsencode(replacement.temporary_path)
-        return [_Task(path, share) for share in self._division.shares]
+        sources = {
+            index: [
+                Source(rank, offer.process.pid, offer.parts[sharded])
+                for rank, offer in enumerate(offers)
+                if offer.parts[sharded].box.elements > 0
+            ]
+            for index, sharded in self._division.gathered.items()
+        }
+        tasks = []
+        for share in self._division.shares:
+            own = {piece.part for piece in share.pieces} & sources.keys()
+            tasks.append(Task(path, share, {index: sources[index] for index in own}))
+        return tasks
 
-    def finish(self, parts: list[_Part]) -> list[_Finished]:
+    def finish(self, parts: list[Done]) -> list[_Finished]:
         """Write what is left, and give the file its name."""
         assert self._replacement is not None
         assert self._division is not None
         rest = self._division.finish([part.crcs for part in parts])
-        _write(rest, self._container, fd=self._replacement.fd, threads=1)
+        write(rest, self._container, fd=self._replacement.fd, threads=1)
         written_at = time.monotonic()
         self._replacement.commit(durable=self._durable)
         finished = _Finished(
@@ -277,88 +263,3 @@ def _compare(offers: list[_Offer]) -> None:
 
 def _described(offer: _Offer) -> str:
     return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"
-
-
-def _write_share(task: _Task, container: Container, peers: Peers, own_fd: int) -> _Part:
-    """Write what this rank has to, by `own_fd` if that is open."""
-    started = time.monotonic()
-    share, threads = task.share, max(1, default_threads() // peers.size)
-    copied_bytes, crcs = 0, dict[int, int]()
-    if share.pieces:
-        fd = own_fd if own_fd >= 0 else _open(task, peers)
-        try:
-            copied_bytes, of_runs = _write(
-                share, container, fd=fd, threads=threads, check=peers.check
-            )
-            crcs = crc32_parts(share, of_runs, container)
-            if own_fd < 0 and not mount_containing(os.fsdecode(task.temporary_path)).is_fpfs:
-                # Rank 0 flushes what it knows of, which may be less on another machine.
-                os.fsync(fd)
-        finally:
-            if own_fd < 0:
-                os.close(fd)
-    seconds = time.monotonic() - started
-    return _Part(Written(peers.rank, share.total_bytes, seconds, copied_bytes, threads), crcs)
-
-
-def _open(task: _Task, peers: Peers) -> int:
-    try:
-        return os.open(task.temporary_path, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        peers.check()  # Who failed had it removed.
-        name = os.fsdecode(task.temporary_path)
-        raise FileNotFoundError(
-            error.errno, "all ranks must see the directory that rank 0 sees", name
-        ) from error
-
-
-def _write(
-    share: Share,
-    container: Container,
-    *,
-    fd: int,
-    threads: int,
-    check: Callable[[], object] = lambda: None,
-) -> tuple[int, list[list[int]]]:
-    """Write a share; returns how much was copied first, and the CRC32s of each piece's runs.
-
-    `check` may end it.
-    """
-    text = (ctypes.c_char * len(share.text)).from_buffer(share.text)
-    base = ctypes.addressof(text)
-    runs, kept = [], list[Any]()
-    for index, piece in enumerate(share.pieces):
-        if piece.part == TEXT:
-            address = base
-        else:
-            record = container.parts[piece.part]
-            assert isinstance(record, Record)
-            address, owner = _in_memory(record, piece)
-            kept.append(owner)
-        runs += [(offset, address + start, piece.bytes, index) for offset, start in piece.runs()]
-    # Pieces of several runs may reach into each other.
-    runs.sort()
-    numbers = {index: number for number, (_, _, _, index) in enumerate(runs)}
-    writer = write_pieces(
-        [(address, count, offset) for offset, address, count, _ in runs],
-        [(place, numbers[index]) for place, index in share.crc_places],
-        owners=(text, kept),
-        fd=fd,
-        request_bytes=REQUEST_BYTES,
-        threads=threads,
-    )
-    run_to_end(writer, check=check)
-    crcs: list[list[int]] = [[] for _ in share.pieces]
-    for (_, _, _, index), crc in zip(runs, writer.crc32(), strict=True):
-        crcs[index].append(crc)
-    return writer.copied_bytes, crcs
-
-
-def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
-    """Where in the processor's memory the piece's `start` is counted from, and whose that is."""
-    storage, start = record.storage, record.start + piece.start
-    if storage.device.type == "cpu":
-        return storage.data_ptr() + record.start, storage
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    copy = whole[start : start + piece.total_bytes].cpu()
-    return copy.data_ptr() - piece.start, copy

@@ -12,7 +12,7 @@ import itertools
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -57,23 +57,43 @@ class Sharded(NamedTuple):
     itemsize: int
     box: Box
     local: torch.Tensor
-    """The part, without gaps."""
+    """The part, without gaps. In the processor's memory if it is of several runs."""
 
 
-def runs_of(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Runs]:
-    """The bytes of `box`, in order, where the whole has `shape`."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # The dimensions from `inner` on are without gaps.
-    inner = max((dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]), default=0)
-    length = math.prod(box.shape[inner:])
-    outer = box.shape[:inner]
-    count = outer[-1] if outer else 1
-    step = strides[inner - 1] if outer else 0
-    base = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    for number, index in enumerate(itertools.product(*map(range, outer[:-1]))):
+def _spans(box: Box, shape: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Begin, length and size of the dimensions, of which the box has a part, from outer to inner.
+
+    A dimension of which the box has all is one with the dimension before it.
+    """
+    spans = [(0, 1, 1)]
+    for offset, count, size in zip(box.offsets, box.shape, shape, strict=True):
+        if count == size:
+            spans[-1] = (spans[-1][0] * size, spans[-1][1] * size, spans[-1][2] * size)
+        else:
+            spans.append((offset, count, size))
+    return spans
+
+
+def runs_of(box: Box, shape: Sequence[int], itemsize: int) -> list[Runs]:
+    """The bytes of a box that has elements, in order, where the whole has `shape`."""
+    spans = _spans(box, shape)
+    *outer, (first, length, step) = spans
+    strides = [math.prod(size for _, _, size in spans[dim + 1 :]) for dim in range(len(outer))]
+    base = first + sum(span[0] * stride for span, stride in zip(outer, strides, strict=True))
+    count = outer[-1][1] if outer else 1
+    found = []
+    for number, index in enumerate(itertools.product(*(range(span[1]) for span in outer[:-1]))):
         offset = base + sum(at * stride for at, stride in zip(index, strides, strict=False))
         start = number * count * length
-        yield Runs(offset * itemsize, length * itemsize, count, step * itemsize, start * itemsize)
+        found.append(
+            Runs(offset * itemsize, length * itemsize, count, step * itemsize, start * itemsize)
+        )
+    return found
+
+
+def is_one_run(box: Box, shape: Sequence[int]) -> bool:
+    """Whether the box lies in one piece in the whole, as others cut so do, or has nothing."""
+    return box.elements == 0 or all(size == 1 for _, _, size in _spans(box, shape)[:-1])
 
 
 def is_tiling(boxes: set[Box], shape: Sequence[int]) -> bool:
@@ -113,6 +133,8 @@ def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
     if box.elements != local.numel():
         _refuse(name, f"a part of shape {tuple(local.shape)} is said to have {box.shape}")
     local = local.detach().resolve_conj().resolve_neg().contiguous()
+    if not is_one_run(box, given.shape):
+        local = local.cpu()  # where other ranks can read it
     return Sharded(name, tuple(given.shape), local.element_size(), box, local)
 
 
@@ -161,4 +183,13 @@ class StandIns:
         return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
 
 
-__all__ = ["Box", "Runs", "Sharded", "StandIns", "is_tiling", "runs_of", "sharded_of"]
+__all__ = [
+    "Box",
+    "Runs",
+    "Sharded",
+    "StandIns",
+    "is_one_run",
+    "is_tiling",
+    "runs_of",
+    "sharded_of",
+]

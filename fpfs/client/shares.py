@@ -5,8 +5,10 @@ have a replica. So bytes are sorted by who has them, and each set of ranks divid
 those of fewest ranks first, and then so that all ranks have written the same in the end. Shares are
 cut at multiples of a block of the file; where all have all, they differ by one block at most.
 
-A rank takes tensors' bytes from its own memory; all else (pickle, headers, directory) is rank 0's
-and comes with the share, to whoever writes the bytes before it.
+A rank takes tensors' bytes from its own memory, unless they are cut along an inner dimension: then
+parts are many short runs in the file, and ranks that can read each other's memory write ranges of
+the whole (`gathered`). All else (pickle, headers, directory) is rank 0's and comes with the share,
+to whoever writes the bytes before it.
 
 What holds the CRC32 of a record that several ranks write parts of is in nobody's share: rank 0
 writes it when all have told what their parts are of the CRC32s. That are the archive's directory
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from fpfs.client.container import Container, CrcPlace, Record, Text
-from fpfs.client.sharding import Box, is_tiling, runs_of
+from fpfs.client.sharding import Box, Sharded, is_one_run, is_tiling, runs_of
 from fpfs.core.transfers import combine_crc32
 
 TEXT = -1
@@ -72,6 +74,7 @@ class Division:
 
     block_bytes: at whose multiples in the file shares are cut.
     boxes: what each rank has of each of the container's sharded tensors.
+    gathers: whether ranks can read each other's memory.
 
     `container` is the division's from now on. Raises ValueError if some bytes are no rank's.
     """
@@ -83,12 +86,15 @@ class Division:
         ranks: int,
         block_bytes: int,
         boxes: Sequence[Sequence[Box]] = (),
+        gathers: bool = False,
     ) -> None:
         self._container = container
         self._places = list(_texts_of_places(container))
         given: list[list[Piece]] = [[] for _ in range(ranks)]
         loads = [0] * ranks
-        streams = _streams(container, ranks=ranks, boxes=boxes)
+        self.gathered: dict[int, int] = {}
+        """The records of which all may write, by their parts' indices; which sharded tensors."""
+        streams = self._streams(ranks, boxes, gathers=gathers)
         for holders in sorted(streams, key=len):
             for rank, piece in _dealt(streams[holders], loads, holders, block_bytes):
                 given[rank].append(piece)
@@ -116,6 +122,36 @@ class Division:
         texts = [self._waiting[index] for index in sorted(self._waiting)]
         pieces = [Piece(text.offset, text.bytes, TEXT, text.start) for text in texts]
         return Share(pieces, [], container.text)
+
+    def _streams(
+        self, ranks: int, boxes: Sequence[Sequence[Box]], *, gathers: bool
+    ) -> dict[tuple[int, ...], list[Piece]]:
+        """The file's bytes by the ranks that have them, in the file's order.
+
+        A text goes with what is before it.
+        """
+        everybody = tuple(range(ranks))
+        streams: dict[tuple[int, ...], list[Piece]] = {}
+        stream: list[Piece] = []
+        first, sharded = stream, 0
+        for index, part in enumerate(self._container.parts):
+            if isinstance(part, Text):
+                stream.append(Piece(part.offset, part.bytes, index, 0))
+                continue
+            pieces = {everybody: [Piece(part.offset, part.bytes, index, 0)]}
+            if part.sharded is not None:
+                found = _holders(part.sharded, [each[sharded] for each in boxes])
+                if gathers and not all(is_one_run(box, part.sharded.shape) for box in found):
+                    self.gathered[index] = sharded
+                else:
+                    pieces = _pieces(part, index, part.sharded, found)
+                sharded += 1
+            for holders, of_holders in pieces.items():
+                stream = streams.setdefault(holders, [])
+                stream += of_holders
+            if first:
+                stream[:0], first = first, []
+        return streams or {everybody: stream}
 
     def _share(self, given: list[Piece]) -> Share:
         container, share, indices = self._container, Share([], [], bytearray()), dict[int, int]()
@@ -159,45 +195,12 @@ def crc32_parts(
     return found
 
 
-def _streams(
-    container: Container, *, ranks: int, boxes: Sequence[Sequence[Box]]
-) -> dict[tuple[int, ...], list[Piece]]:
-    """The file's bytes by the ranks that have them, in the file's order.
-
-    A text goes with what is before it.
-    """
-    everybody = tuple(range(ranks))
-    streams: dict[tuple[int, ...], list[Piece]] = {}
-    sharded = 0
-    stream: list[Piece] = []
-    first = stream
-    for index, part in enumerate(container.parts):
-        if isinstance(part, Text):
-            stream.append(Piece(part.offset, part.bytes, index, 0))
-        elif part.sharded is None:
-            stream = streams.setdefault(everybody, [])
-            stream.append(Piece(part.offset, part.bytes, index, 0))
-        else:
-            for box, holders in _holders(part, [each[sharded] for each in boxes]).items():
-                stream = streams.setdefault(tuple(holders), [])
-                for runs in runs_of(box, part.sharded.shape, part.sharded.itemsize):
-                    at = part.offset + runs.offset
-                    stream.append(Piece(at, runs.bytes, index, runs.start, runs.count, runs.step))
-            sharded += 1
-        if first is not stream and first:
-            stream[:0], first = first, []
-    if first:
-        streams[everybody] = first
-    return streams
-
-
-def _holders(record: Record, boxes: Sequence[Box]) -> dict[Box, list[int]]:
+def _holders(sharded: Sharded, boxes: Sequence[Box]) -> dict[Box, tuple[int, ...]]:
     """The boxes of a tensor and the ranks that have them. All elements are in one of them."""
-    sharded, found = record.sharded, dict[Box, list[int]]()
-    assert sharded is not None
+    found: dict[Box, tuple[int, ...]] = {}
     for rank, box in enumerate(boxes):
         if box.elements > 0:
-            found.setdefault(box, []).append(rank)
+            found[box] = (*found.get(box, ()), rank)
     if not is_tiling(set(found), sharded.shape):
         shown = ", ".join(f"{box.shape} at {box.offsets}" for box in list(found)[:4])
         raise ValueError(
@@ -205,6 +208,19 @@ def _holders(record: Record, boxes: Sequence[Box]) -> dict[Box, list[int]]:
             f" {sharded.shape}: the group must have all ranks of the tensor's mesh"
         )
     return found
+
+
+def _pieces(
+    record: Record, index: int, sharded: Sharded, boxes: dict[Box, tuple[int, ...]]
+) -> dict[tuple[int, ...], list[Piece]]:
+    """The bytes of a sharded tensor by the ranks that have them."""
+    pieces: dict[tuple[int, ...], list[Piece]] = {}
+    for box, holders in boxes.items():
+        pieces.setdefault(holders, []).extend(
+            Piece(record.offset + runs.offset, runs.bytes, index, runs.start, runs.count, runs.step)
+            for runs in runs_of(box, sharded.shape, sharded.itemsize)
+        )
+    return pieces
 
 
 def _dealt(

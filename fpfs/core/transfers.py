@@ -1,7 +1,8 @@
 """Bytes between memory and a file, moved by native threads without the GIL.
 
 A piece is ``(address, bytes, offset in the file)``, the place of a CRC32 ``(offset in the file,
-index of a piece)``: native/src/client/piece_writer.h. A transfer keeps `owners`, whose memory the
+index of a piece)``: native/src/client/piece_writer.h. A piece of address 0 lies in strips, which are
+``(process or 0, address, offset in the file, bytes of a run, count, step)``: strips.h. A transfer keeps `owners`, whose memory the
 pieces are, and a descriptor of its own until it is closed, or goes, whatever interrupts its caller.
 """
 
@@ -16,8 +17,10 @@ SIGNALS_S = 0.1
 
 PieceReader = _native.PieceReader
 PieceWriter = _native.PieceWriter
+allow_reading = _native.allow_reading
 combine_crc32 = _native.combine_crc32
 read_pieces = _native.read_pieces
+read_process = _native.read_process
 reserve_file = _native.reserve_file
 write_pieces = _native.write_pieces
 
@@ -40,8 +43,10 @@ def run_to_end(
 __all__ = [
     "PieceReader",
     "PieceWriter",
+    "allow_reading",
     "combine_crc32",
     "read_pieces",
+    "read_process",
     "reserve_file",
     "run_to_end",
     "write_pieces",

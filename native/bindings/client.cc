@@ -22,6 +22,8 @@ namespace {
 
 using Pieces = std::vector<std::tuple<uintptr_t, uint64_t, uint64_t>>;
 using Places = std::vector<std::pair<uint64_t, size_t>>;
+using StripTuples =
+    std::vector<std::tuple<pid_t, uintptr_t, uint64_t, uint64_t, uint64_t, uint64_t>>;
 
 constexpr double kCloseStepSeconds = 60;
 
@@ -67,15 +69,27 @@ std::vector<Piece> to_native(const Pieces& pieces) {
   return native;
 }
 
+Strips to_native(const StripTuples& strips) {
+  std::vector<Strip> native;
+  native.reserve(strips.size());
+  for (const auto& [process, address, offset, run_bytes, count, step] : strips) {
+    native.push_back({process, address, offset, run_bytes, count, step});
+  }
+  auto made = Strips::make(std::move(native));
+  if (!made.ok()) check(made.status());
+  return made.take();
+}
+
 std::unique_ptr<Transfer<PieceWriter>> write_pieces(const Pieces& pieces, const Places& places,
-                                                    nb::object owners, int fd,
-                                                    uint64_t request_bytes, uint32_t threads) {
+                                                    const StripTuples& strips, nb::object owners,
+                                                    int fd, uint64_t request_bytes,
+                                                    uint32_t threads) {
   std::vector<CrcPlace> native_places;
   native_places.reserve(places.size());
   for (const auto& [offset, piece] : places) native_places.push_back({offset, piece});
   auto transfer = std::make_unique<Transfer<PieceWriter>>(std::move(owners), fd);
   auto started = PieceWriter::start(
-      to_native(pieces), std::move(native_places),
+      to_native(pieces), std::move(native_places), to_native(strips),
       {.fd = transfer->fd.get(), .request_bytes = request_bytes, .threads = threads});
   if (!started.ok()) check(started.status());
   transfer->native = started.take();
@@ -110,7 +124,17 @@ void bind_client(nb::module_& module) {
                    [](Transfer<PieceWriter>& self) { return self.native->copied_bytes(); });
   bind_transfer<PieceReader>(module, "PieceReader");
   module.def("write_pieces", &write_pieces, nb::arg("pieces"), nb::arg("places"), nb::kw_only(),
-             nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"), nb::arg("threads"));
+             nb::arg("strips"), nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"),
+             nb::arg("threads"));
+  module.def("allow_reading", &allow_reading);
+  module.def(
+      "read_process",
+      [](pid_t process, uintptr_t address, uint64_t bytes) {
+        auto text = read_process(process, address, bytes);
+        if (!text.ok()) check(text.status());
+        return nb::bytes(text.value().data(), text.value().size());
+      },
+      nb::arg("process"), nb::arg("address"), nb::arg("bytes"));
   module.def(
       "reserve_file",
       [](int fd, uint64_t size) {

@@ -6,7 +6,7 @@
 namespace fpfs {
 
 struct Piece {
-  char* data;
+  char* data;  // null, for a writer: in its strips
   uint64_t bytes;
   uint64_t offset;
 };

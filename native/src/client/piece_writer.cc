@@ -75,8 +75,12 @@ Status reserve_file(int fd, uint64_t bytes) {
 
 class PieceWriter::Run {
  public:
-  Run(std::vector<Piece> pieces, std::vector<CrcPlace> places, const PieceWriterConfig& config)
-      : config_(config), pieces_(std::move(pieces)), places_(std::move(places)) {}
+  Run(std::vector<Piece> pieces, std::vector<CrcPlace> places, Strips strips,
+      const PieceWriterConfig& config)
+      : config_(config),
+        pieces_(std::move(pieces)),
+        places_(std::move(places)),
+        strips_(std::move(strips)) {}
 
   Status check() const;
   void start();
@@ -100,7 +104,8 @@ class PieceWriter::Run {
   uint64_t window(uint64_t offset) const { return offset / config_.request_bytes; }
   void cut_into_requests();
   Status write(const Request& request, CopyBuffer& buffer);
-  char* gather(const Request& request, char* copy);
+  Result<char*> gather(const Request& request, char* copy);
+  Result<uint32_t> copy_and_sum(const Piece& piece, uint64_t offset, uint64_t bytes, char* copy);
   void tell(size_t piece, uint64_t offset, Part part);
   bool enter_crcs(const Request& request, char* data);
   uint32_t crc_of(size_t piece) const;
@@ -108,6 +113,7 @@ class PieceWriter::Run {
   const PieceWriterConfig config_;
   const std::vector<Piece> pieces_;
   const std::vector<CrcPlace> places_;
+  const Strips strips_;
 
   // Constant once the crew works.
   std::vector<Request> requests_;
@@ -172,20 +178,21 @@ void PieceWriter::Run::start() {
 Status PieceWriter::Run::write(const Request& request, CopyBuffer& buffer) {
   const Piece& first = pieces_[request.first_piece];
   char* copy = nullptr;
-  if (first.offset + first.bytes < request.offset + request.bytes) {
+  if (first.data == nullptr || first.offset + first.bytes < request.offset + request.bytes) {
     copy = buffer.data(config_.request_bytes);
     if (copy == nullptr) return Status(ENOMEM, "no memory for a buffer");
     copied_bytes_.fetch_add(request.bytes, std::memory_order_relaxed);
   }
-  char* data = gather(request, copy);
+  Result<char*> data = gather(request, copy);
+  if (!data.ok()) return data.status();
   crew_.told();
-  if (!enter_crcs(request, data)) return {};
-  return write_whole(config_.fd, data, request.bytes, request.offset);
+  if (!enter_crcs(request, data.value())) return {};
+  return write_whole(config_.fd, data.value(), request.bytes, request.offset);
 }
 
 // Computes the CRC32s of what the request holds; copies it, unless `copy` is null. Returns where
 // it lies together.
-char* PieceWriter::Run::gather(const Request& request, char* copy) {
+Result<char*> PieceWriter::Run::gather(const Request& request, char* copy) {
   const uint64_t end = request.offset + request.bytes;
   char* data = copy;
   for (size_t index = request.first_piece; index < pieces_.size(); ++index) {
@@ -194,17 +201,31 @@ char* PieceWriter::Run::gather(const Request& request, char* copy) {
     const uint64_t from = std::max(piece.offset, request.offset);
     const uint64_t bytes = std::min(piece.offset + piece.bytes, end) - from;
     if (bytes == 0) continue;
-    char* source = piece.data + (from - piece.offset);
-    if (copy == nullptr) data = source;
-    uint32_t crc = 0;
-    for (uint64_t at = 0; at < bytes; at += kStepBytes) {
-      const uint64_t step = std::min(kStepBytes, bytes - at);
-      crc = fpfs::crc32(crc, source + at, step);
-      if (copy != nullptr) std::memcpy(copy + (from - request.offset) + at, source + at, step);
-    }
-    tell(index, from, {crc, bytes});
+    if (copy == nullptr) data = piece.data + (from - piece.offset);
+    Result<uint32_t> crc = copy_and_sum(piece, from, bytes,
+                                        copy == nullptr ? nullptr : copy + (from - request.offset));
+    if (!crc.ok()) return crc.status();
+    tell(index, from, {crc.value(), bytes});
   }
   return data;
+}
+
+// Returns the CRC32 of bytes of a piece; copies them, unless `copy` is null.
+Result<uint32_t> PieceWriter::Run::copy_and_sum(const Piece& piece, uint64_t offset, uint64_t bytes,
+                                                char* copy) {
+  uint32_t crc = 0;
+  for (uint64_t at = 0; at < bytes; at += kStepBytes) {
+    const uint64_t step = std::min(kStepBytes, bytes - at);
+    if (piece.data != nullptr) {
+      const char* source = piece.data + (offset - piece.offset) + at;
+      crc = fpfs::crc32(crc, source, step);
+      if (copy != nullptr) std::memcpy(copy + at, source, step);
+    } else {
+      if (Status status = strips_.copy(offset + at, step, copy + at); !status.ok()) return status;
+      crc = fpfs::crc32(crc, copy + at, step);
+    }
+  }
+  return crc;
 }
 
 void PieceWriter::Run::tell(size_t piece, uint64_t offset, Part part) {
@@ -248,9 +269,9 @@ std::vector<uint32_t> PieceWriter::Run::crc32() const {
 }
 
 Result<std::unique_ptr<PieceWriter>> PieceWriter::start(std::vector<Piece> pieces,
-                                                        std::vector<CrcPlace> places,
+                                                        std::vector<CrcPlace> places, Strips strips,
                                                         const PieceWriterConfig& config) {
-  auto run = std::make_unique<Run>(std::move(pieces), std::move(places), config);
+  auto run = std::make_unique<Run>(std::move(pieces), std::move(places), std::move(strips), config);
   if (Status status = run->check(); !status.ok()) return status;
   run->start();
   return std::unique_ptr<PieceWriter>(new PieceWriter(std::move(run)));

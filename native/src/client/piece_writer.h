@@ -2,6 +2,8 @@
 // CRC32 of each piece on the way. A zip archive holds it behind the piece: it is entered into what
 // is written there before that is written, so no byte of the file is written twice.
 //
+// A piece without memory of its own is copied from strips, which may lie in other processes.
+//
 // Ownership: the pieces' memory and the descriptors are the caller's, and stay until the writer is
 // destroyed. The memory must not change meanwhile; the writer may store CRC32s in their places.
 // Threads: the writer has threads of its own. All functions from any one thread.
@@ -14,6 +16,7 @@
 
 #include "base/status.h"
 #include "client/piece.h"
+#include "client/strips.h"
 
 namespace fpfs {
 
@@ -38,10 +41,10 @@ Status reserve_file(int fd, uint64_t bytes);
 class PieceWriter {
  public:
   // The pieces lie in the order of their offsets and do not overlap; nor do the places of CRC32s,
-  // each of which lies in one piece, behind the piece whose CRC32 it wants. Begins to write.
-  // EINVAL: they do not lie so.
+  // each of which lies in one piece, behind the piece whose CRC32 it wants. The strips have all of
+  // the pieces without memory. Begins to write. EINVAL: they do not lie so.
   static Result<std::unique_ptr<PieceWriter>> start(std::vector<Piece> pieces,
-                                                    std::vector<CrcPlace> places,
+                                                    std::vector<CrcPlace> places, Strips strips,
                                                     const PieceWriterConfig& config);
   // Cancels and waits for what is in flight.
   ~PieceWriter();
@@ -60,7 +63,7 @@ class PieceWriter {
   Status status() const;
   // Of each piece.
   std::vector<uint32_t> crc32() const;
-  // What was copied before it was written, since it came from several pieces.
+  // What was copied before it was written, since it came from several pieces or from strips.
   uint64_t copied_bytes() const;
 
  private:

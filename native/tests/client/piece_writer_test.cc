@@ -91,7 +91,7 @@ TEST_CASE("piece writer: random pieces, their CRC32s and the places of these") {
     REQUIRE(reserve_file(file.get(), made.expected.size()).ok());
     const auto threads = static_cast<uint32_t>(1 + random() % 6);
     auto started =
-        PieceWriter::start(made.pieces, made.places,
+        PieceWriter::start(made.pieces, made.places, {},
                            {.fd = file.get(), .request_bytes = kRequestBytes, .threads = threads});
     REQUIRE(started.ok());
     const auto writer = started.take();
@@ -109,7 +109,7 @@ TEST_CASE("piece writer: what lies in one piece is not copied") {
   auto started =
       PieceWriter::start({{text.data(), 3 * kRequestBytes, 0},
                           {text.data() + 3 * kRequestBytes, 5 * kRequestBytes, 3 * kRequestBytes}},
-                         {}, {.fd = file.get(), .request_bytes = kRequestBytes, .threads = 2});
+                         {}, {}, {.fd = file.get(), .request_bytes = kRequestBytes, .threads = 2});
   const auto writer = started.take();
   REQUIRE(writer->wait(kLong));
   CHECK(writer->copied_bytes() == 0);
@@ -120,10 +120,10 @@ TEST_CASE("piece writer: pieces out of order, and CRC32s before their end, are r
   std::string text(100, 'x');
   const PieceWriterConfig config{.fd = 0, .request_bytes = kRequestBytes};
   const std::vector<Piece> pieces{{text.data(), 50, 0}, {text.data(), 50, 50}};
-  CHECK(PieceWriter::start({pieces[1], pieces[0]}, {}, config).status().error() == EINVAL);
-  CHECK(PieceWriter::start(pieces, {{49, 0}}, config).status().error() == EINVAL);
-  CHECK(PieceWriter::start(pieces, {{60, 2}}, config).status().error() == EINVAL);
-  CHECK(PieceWriter::start(pieces, {{70, 0}, {60, 0}}, config).status().error() == EINVAL);
+  CHECK(PieceWriter::start({pieces[1], pieces[0]}, {}, {}, config).status().error() == EINVAL);
+  CHECK(PieceWriter::start(pieces, {{49, 0}}, {}, config).status().error() == EINVAL);
+  CHECK(PieceWriter::start(pieces, {{60, 2}}, {}, config).status().error() == EINVAL);
+  CHECK(PieceWriter::start(pieces, {{70, 0}, {60, 0}}, {}, config).status().error() == EINVAL);
 }
 
 TEST_CASE("piece writer: the first failure ends it") {
@@ -131,7 +131,7 @@ TEST_CASE("piece writer: the first failure ends it") {
   const FileDescriptor full(::open("/dev/full", O_WRONLY | O_CLOEXEC));
   auto started = PieceWriter::start(
       {{text.data(), text.size() / 2, 0}, {text.data(), text.size() / 2, text.size() / 2}},
-      {{text.size() - 4, 0}}, {.fd = full.get(), .request_bytes = kRequestBytes, .threads = 3});
+      {{text.size() - 4, 0}}, {}, {.fd = full.get(), .request_bytes = kRequestBytes, .threads = 3});
   const auto writer = started.take();
   REQUIRE(writer->wait(kLong));
   CHECK(writer->status().error() == ENOSPC);

@@ -204,7 +204,7 @@ def test_a_full_device_is_found_before_the_first_byte(
         def write(*_: object, **__: object) -> None:
             raise AssertionError("it writes")
 
-        monkeypatch.setattr("fpfs.client.saving.write_pieces", write)
+        monkeypatch.setattr("fpfs.client.writing.write_pieces", write)
         with pytest.raises(OSError, match="No space left on device") as refused:
             client.save(large_state(seed=3), path)
         assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(path))
@@ -233,7 +233,7 @@ def test_an_interrupt_leaves_the_file_before(
             os.kill(os.getpid(), signal.SIGINT)
             return self._writer.wait(seconds)
 
-    monkeypatch.setattr("fpfs.client.saving.write_pieces", Interrupted)
+    monkeypatch.setattr("fpfs.client.writing.write_pieces", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.save(large_state(seed=4), path)
     # Nobody writes any more, although the error is still there to look at.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import os
+import select
 import signal
 import time
 import zipfile
@@ -34,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fpfs import client
-from fpfs.client import peers, saving
+from fpfs.client import gathering, peers, saving, writing
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
 from tests.support.states import large_state, odd_state, random_tensor, same
@@ -148,7 +150,7 @@ def save_with(path: str, what: str, rank: int) -> None:
     state: Any = large_state(seed=3)
     if dist.get_rank() == rank:
         if what in WRITERS:
-            saving.write_pieces = WRITERS[what]
+            writing.write_pieces = WRITERS[what]
         if what == "unpicklable":
             state["bad"] = lambda: None
         if what == "another tensor":
@@ -259,7 +261,7 @@ def test_a_rank_that_does_not_come(forks: Worlds, path: Path, absent: int) -> No
 def stop_in_the_middle(path: str) -> None:
     """As rank 1: neither write nor end."""
     if dist.get_rank() == 1:
-        saving.write_pieces = lambda *_, **__: signal.pause()
+        writing.write_pieces = lambda *_, **__: signal.pause()
     client.save(large_state(seed=3), path, timeout_s=5.0)
 
 
@@ -367,16 +369,44 @@ def fitting(size: int) -> list[str]:
     return [name for name, each in PLACEMENTS.items() if size % 2 ** (len(each) - 1) == 0]
 
 
-def save_sharded(path: str, block_bytes: int) -> None:
-    """As a rank: a file for each placement."""
+def save_sharded(path: str, block_bytes: int, readable: bool) -> list[str]:
+    """As a rank: a file for each placement; returns what is logged."""
     saving.CHUNK_BYTES_DEFAULT = block_bytes
+    lines: list[str] = []
+    gathering.logger.addFilter(lambda record: lines.append(record.getMessage()) is None)
+    if not readable:
+        be_unreadable()
     for name in fitting(dist.get_world_size()):
         client.save(sharded(PLACEMENTS[name]), f"{path}.{name}")
+    return lines
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 6])
-def test_a_sharded_state_is_saved_whole(forks: Worlds, path: Path, size: int) -> None:
-    forks.start(size, save_sharded, path, 512).values()
+def be_unreadable() -> None:
+    """Let no process without the capability read this one's memory, and drop the capability."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    for effective_or_permitted in range(2):
+        sets[effective_or_permitted] &= ~(1 << 19)  # CAP_SYS_PTRACE
+    assert libc.capset(header, sets) == 0
+    assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
+
+
+@pytest.mark.parametrize(
+    ("size", "readable"), [(1, True), (2, True), (2, False), (4, True), (6, True), (6, False)]
+)
+def test_a_sharded_state_is_saved_whole(
+    forks: Worlds, path: Path, size: int, readable: bool
+) -> None:
+    lines, *others = forks.start(size, save_sharded, path, 512, readable).values()
+    assert not any(others)
+    for line in lines:
+        assert line == (
+            "the memory of rank 1 cannot be read (Operation not permitted): tensors that are"
+            " sharded along an inner dimension are saved in small pieces, slowly"
+        )
+    # "columns", and with more than two ranks "rows and columns".
+    assert len(lines) == (0 if readable else 1 if size == 2 else 2)
     expected = wholes()
     for name in fitting(size):
         with zipfile.ZipFile(f"{path}.{name}") as archive:
@@ -389,6 +419,31 @@ def test_a_sharded_state_is_saved_whole(forks: Worlds, path: Path, size: int) ->
         matrix = expected["matrix torch.float32"]
         assert same(loaded["parameter"], torch.nn.Parameter(matrix))
         assert loaded["tied"].data_ptr() == loaded["matrix torch.float32"].data_ptr()
+
+
+def save_columns(path: str, rank: int) -> None:
+    """As a rank: `rank` dies before the others begin to write, who want to read of it."""
+    tensor = distribute_tensor(torch.arange(4e6).reshape(1000, 4000), a_mesh(), [Shard(1)])
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ended = os.pidfd_open(pids[rank])
+        assert select.select([ended], [], [], 60)[0]
+        return transfers.write_pieces(*arguments, **options)
+
+    writing.write_pieces = write
+    client.save({"columns": tensor}, path)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_dies_that_others_read(forks: Worlds, path: Path, rank: int) -> None:
+    errors = [outcome.error for outcome in forks.start(3, save_columns, path, rank).outcomes()]
+    assert errors.pop(rank) == -signal.SIGKILL
+    assert errors == [f"RankFailed: rank {rank}: its process is no more"] * 2
+    assert is_as_before(path)
 
 
 def train_and_save(path: str, columns: bool) -> None:

@@ -198,6 +198,29 @@ def test_replicas_and_sharded_tensors_make_equal_shares() -> None:
     assert max(shares) - min(shares) <= 2 * 512 + waiting
 
 
+def test_columns_are_gathered_by_ranks_that_write_equal_shares() -> None:
+    """Of columns everybody writes rows, and rows are still written by those who have them."""
+    state = {name: random_tensor(torch.uint8, (300, 400), seed=1) for name in ("columns", "rows")}
+    widths, boxes = [(0, 100), (100, 50), (150, 250)], []
+    for rank, (at, width) in enumerate(widths):
+        boxes.append(
+            {"columns": Box((0, at), (300, width)), "rows": Box((100 * rank, 0), (100, 400))}
+        )
+    division = Division(
+        as_rank(state, boxes[0]),
+        ranks=3,
+        block_bytes=1000,
+        boxes=[list(own.values()) for own in boxes],
+        gathers=True,
+    )
+    assert division.gathered == {1: 0}
+    for share in division.shares:
+        pieces = [piece for piece in share.pieces if piece.part != TEXT]
+        assert [piece.count for piece in pieces] == [1, 1]
+        assert pieces[0].bytes == pytest.approx(40_000, abs=1000)
+        assert pieces[1].bytes == 40_000
+
+
 @pytest.mark.parametrize(
     "boxes",
     [
