@@ -1,7 +1,8 @@
 """Loads a torch.save file: what is large in it is read side by side, straight to where it stays.
 
 torch.load does the loading, from an object that it reads as a file. It asks for each tensor's bytes
-by one `readinto` of the tensor's own memory, which several native threads fill.
+by one `readinto` of the tensor's own memory, which several native threads fill. Tensors that are
+there already are filled by `filling`.
 
 Concurrency: `load` may be called from several threads at once.
 """
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fpfs.client.filling import fill
 from fpfs.client.paths import default_threads, resolve
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import read_pieces, run_to_end
@@ -41,20 +43,30 @@ def load(
     map_location: MapLocation = None,
     mmap: bool = False,
     weights_only: bool = True,
+    into: Any = None,
 ) -> Any:
     """Load what torch.save, or `fpfs.client.save`, has saved, as torch.load does.
 
     map_location, weights_only: as torch.load has them.
     mmap: map the file instead of reading it, which is left to torch.load.
+    into: a state like the saved one, whose tensors are filled where they are, and returned; what
+        is no tensor is as the file has it. Of a DTensor only this rank's part is read, and of the
+        file only what `into` has. Types are converted as `Tensor.copy_` does. After a failure some
+        tensors may be filled and others not.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
-    what is no path, and what torch.load raises.
+    what is no path, ValueError of an `into` that the file does not fit, before it is changed, and
+    what torch.load raises.
     """
     name = resolve(path)
+    if into is not None and (mmap or map_location is not None):
+        raise ValueError("into= says where tensors are: leave mmap= and map_location= out")
     if mmap:
         return torch.load(name, map_location=map_location, mmap=True, weights_only=weights_only)
     with _File(name) as file:
         try:
+            if into is not None:
+                return fill(file, into, weights_only=weights_only)
             return torch.load(
                 file, map_location=map_location, mmap=False, weights_only=weights_only
             )
@@ -100,16 +112,23 @@ class _File(io.BufferedReader):
             self.seek(at + count)
             return count
 
+    def read_pieces(self, pieces: list[tuple[int, int, int]], owners: object) -> None:
+        """Fill memory: (address, bytes, offset in the file), which `owners` keeps."""
+        large = [piece for piece in pieces if piece[1] >= LARGE_BYTES]
+        small = [piece for piece in pieces if piece[1] < LARGE_BYTES]
+        for some, fd in ((large, self._direct_fd), (small, -1)):
+            reader = read_pieces(
+                some,
+                owners=owners,
+                fd=fd if fd >= 0 else self.fileno(),
+                request_bytes=REQUEST_BYTES,
+                threads=max(THREADS_MIN, default_threads()),
+            )
+            run_to_end(reader)
+
     def _read_side_by_side(self, wanted: memoryview, count: int, at: int) -> None:
         memory = (ctypes.c_char * count).from_buffer(wanted)
-        reader = read_pieces(
-            [(ctypes.addressof(memory), count, at)],
-            owners=memory,
-            fd=self._direct_fd if self._direct_fd >= 0 else self.fileno(),
-            request_bytes=REQUEST_BYTES,
-            threads=max(THREADS_MIN, default_threads()),
-        )
-        run_to_end(reader)
+        self.read_pieces([(ctypes.addressof(memory), count, at)], memory)
 
     def close(self) -> None:
         """Close both descriptors."""

@@ -118,6 +118,21 @@ def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
 
     Raises ValueError of those whose part cannot be told.
     """
+    found = part_of(tensor, name)
+    if found is None:
+        return None
+    box, local = found
+    local = local.resolve_conj().resolve_neg().contiguous()
+    if not is_one_run(box, tensor.shape):
+        local = local.cpu()  # where other ranks can read it
+    return Sharded(name, tuple(tensor.shape), local.element_size(), box, local)
+
+
+def part_of(tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor] | None:
+    """This rank's part of `tensor` and where that lies; None: it is an ordinary tensor.
+
+    Raises ValueError as `sharded_of` does.
+    """
     if not _is_dtensor(tensor):
         if any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__):
             _refuse(name, "it is a ShardedTensor, the predecessor of DTensor")
@@ -125,17 +140,14 @@ def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
     given: Any = tensor
     if any(placement.is_partial() for placement in given.placements):
         _refuse(name, "its sum is still to be made: redistribute() it")
-    local = given.to_local()
+    local = given.to_local().detach()
     if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
         _refuse(name, f"its parts are {type(local).__name__}s of layout {local.layout}")
     (chunk,) = given.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if box.elements != local.numel():
         _refuse(name, f"a part of shape {tuple(local.shape)} is said to have {box.shape}")
-    local = local.detach().resolve_conj().resolve_neg().contiguous()
-    if not is_one_run(box, given.shape):
-        local = local.cpu()  # where other ranks can read it
-    return Sharded(name, tuple(given.shape), local.element_size(), box, local)
+    return box, local
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
@@ -145,10 +157,7 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def _refuse(name: str, why: str) -> NoReturn:
-    raise ValueError(
-        f"a group cannot save the sharded tensor {name!r}: {why}. To save what each rank has in a"
-        " file of its own, give group=fpfs.client.ALONE"
-    )
+    raise ValueError(f"fpfs cannot tell what this rank has of the sharded tensor {name!r}: {why}")
 
 
 class StandIns:
@@ -190,6 +199,7 @@ __all__ = [
     "StandIns",
     "is_one_run",
     "is_tiling",
+    "part_of",
     "runs_of",
     "sharded_of",
 ]

@@ -18,7 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
@@ -36,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fpfs import client
-from fpfs.client import gathering, peers, saving, writing
+from fpfs.client import gathering, loading, peers, saving, writing
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
 from tests.support.states import large_state, odd_state, random_tensor, same
@@ -377,8 +381,56 @@ def save_sharded(path: str, block_bytes: int, readable: bool) -> list[str]:
     if not readable:
         be_unreadable()
     for name in fitting(dist.get_world_size()):
-        client.save(sharded(PLACEMENTS[name]), f"{path}.{name}")
+        state = sharded(PLACEMENTS[name])
+        client.save(state, f"{path}.{name}")
+        check_loaded_into(state, f"{path}.{name}")
     return lines
+
+
+def check_loaded_into(state: dict[str, Any], path: str) -> None:
+    """As a rank: load into tensors that are sharded in the same way, and in no other."""
+    empty = {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items()
+    }
+    loaded = client.load(path, into=empty)
+    assert loaded.pop("step") == 7
+    for key, value in loaded.items():
+        assert value is empty[key]
+        assert same(own_part(value), own_part(state[key]))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def load_in_another_world(path: str) -> list[int]:
+    """As a rank: read only what this rank has; returns how many bytes."""
+    read = []
+    monkeypatched = loading.read_pieces
+
+    def count(pieces: Any, **options: Any) -> Any:
+        read.append(sum(piece[1] for piece in pieces))
+        return monkeypatched(pieces, **options)
+
+    loading.read_pieces = count
+    whole = torch.arange(1000.0).reshape(100, 10)
+    tensor = distribute_tensor(torch.zeros(100, 10), a_mesh(), [Shard(0)])
+    client.load(path, into={"whole": tensor})
+    assert torch.equal(tensor.full_tensor(), whole)
+    assert sum(read) == tensor.to_local().nbytes
+    columns = distribute_tensor(torch.zeros(100, 10), a_mesh(), [Shard(1)])
+    client.load(path, into={"whole": columns})
+    assert torch.equal(columns.full_tensor(), whole)
+    return read
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_load_in_another_world(forks: Worlds, path: Path, size: int) -> None:
+    whole = torch.arange(1000.0).reshape(100, 10)
+    torch.save({"whole": whole, "other": torch.zeros(10**6)}, path)
+    forks.start(size, load_in_another_world, path).values()
 
 
 def be_unreadable() -> None:
@@ -463,6 +515,20 @@ def train_and_save(path: str, columns: bool) -> None:
     full_state, full_optimizer = get_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
         torch.save({"model": full_state, "optimizer": full_optimizer}, f"{path}.full")
+    # A step later all is different, until it is loaded.
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    loaded = client.load(path, into={"model": state, "optimizer": optimizer_state})
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    again, optimizer_again = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        assert same({"model": again, "optimizer": optimizer_again}, torch.load(f"{path}.full"))
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["replicas", "tensor parallel"])
@@ -489,9 +555,8 @@ def save_what_is_no_whole(path: str, what: str) -> None:
 
 
 NO_WHOLE = {
-    "sum": "a group cannot save the sharded tensor 'part': its sum is still to be made:"
-    " redistribute() it. To save what each rank has in a file of its own, give"
-    " group=fpfs.client.ALONE",
+    "sum": "fpfs cannot tell what this rank has of the sharded tensor 'part': its sum is still to"
+    " be made: redistribute() it",
     "another group": "what the group's ranks have of 'part' ((4,) at (0,), (4,) at (4,)) is not the"
     " whole of (12,): the group must have all ranks of the tensor's mesh",
 }
