@@ -20,12 +20,15 @@ from fpfs.client.sharding import Box, part_of, runs_of
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
+Piece = tuple[int, int, int]
+"""Address, bytes, and offset in the file."""
+
 
 class ReadableFile(Protocol):
     """A file that torch.load takes, and from which pieces are read."""
 
-    def read_pieces(self, pieces: list[tuple[int, int, int]], owners: object) -> None:
-        """Fill memory: (address, bytes, offset in the file), which `owners` keeps."""
+    def read_pieces(self, pieces: list[Piece], owners: object) -> None:
+        """Fill memory, which `owners` keeps."""
 
 
 class Filling(NamedTuple):
@@ -42,10 +45,8 @@ class Filling(NamedTuple):
     @property
     def offset(self) -> int:
         """Of the source's first element in the file."""
-        return (
-            _offset_of(self.source.untyped_storage())
-            + self.source.storage_offset() * self.source.itemsize
-        )
+        start = int(self.source.storage_offset()) * int(self.source.itemsize)
+        return _offset_of(self.source.untyped_storage()) + start
 
     def is_direct(self) -> bool:
         """Whether the part's bytes are the file's, in few pieces."""
@@ -55,7 +56,7 @@ class Filling(NamedTuple):
         is_plain = is_plain and not (self.source.is_conj() or self.source.is_neg())
         return same and is_plain and len(self.pieces()) == 1
 
-    def pieces(self) -> list[tuple[int, int, int]]:
+    def pieces(self) -> list[Piece]:
         """What to read to where, if the part lies in one piece."""
         runs = runs_of(self.box, self.source.shape, self.source.itemsize)
         if len(runs) != 1 or runs[0].count != 1:
@@ -63,8 +64,10 @@ class Filling(NamedTuple):
         return [(self.target.data_ptr(), runs[0].bytes, self.offset + runs[0].offset)]
 
 
-def fill(file: ReadableFile, into: Any, *, weights_only: bool) -> Any:
+def fill(file: ReadableFile, into: Any, *, weights_only: bool, begin: float = 0.0) -> Any:
     """Fill `into` from the file; returns it, with what is no tensor as the file has it.
+
+    begin: which part of the bytes is read before those ahead of it, from 0 to 1.
 
     Raises ValueError of what does not fit, before anything is read, and what torch.load raises.
     """
@@ -74,6 +77,7 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool) -> Any:
     fillings = [filling for filling in fillings if filling.box.elements > 0]
     direct = [filling for filling in fillings if filling.is_direct()]
     pieces = [piece for filling in direct for piece in filling.pieces()]
+    pieces = _begun_at(begin, sorted(pieces, key=lambda piece: piece[2]))
     file.read_pieces(pieces, [filling.target for filling in direct])
     for filling in fillings:
         if not filling.is_direct():
@@ -128,6 +132,20 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
     if part is None:
         part = Box((0,) * target.ndim, tuple(target.shape)), target.detach()
     return Filling(name, part[1], part[0], source)
+
+
+def _begun_at(begin: float, pieces: list[Piece]) -> list[Piece]:
+    """The pieces from a part of their bytes on, and then those before."""
+    first, later, at = list[Piece](), list[Piece](), 0
+    cut = int(begin * sum(count for _, count, _ in pieces))
+    for address, count, offset in pieces:
+        before = min(count, max(0, cut - at))
+        if before > 0:
+            later.append((address, before, offset))
+        if before < count:
+            first.append((address + before, count - before, offset + before))
+        at += count
+    return first + later
 
 
 def _fill_by_buffer(file: ReadableFile, filling: Filling) -> None:

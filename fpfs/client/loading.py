@@ -13,14 +13,18 @@ import ctypes
 import io
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from fpfs.client.filling import fill
 from fpfs.client.paths import default_threads, resolve
+from fpfs.client.peers import Alone, place_in
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import read_pieces, run_to_end
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 REQUEST_BYTES = 4 * 1024 * 1024
 LARGE_BYTES = REQUEST_BYTES
@@ -40,6 +44,7 @@ MapLocation: TypeAlias = (
 def load(
     path: str | bytes | os.PathLike[Any],
     *,
+    group: dist.ProcessGroup | Alone | None = None,
     map_location: MapLocation = None,
     mmap: bool = False,
     weights_only: bool = True,
@@ -47,6 +52,9 @@ def load(
 ) -> Any:
     """Load what torch.save, or `fpfs.client.save`, has saved, as torch.load does.
 
+    group: whose ranks load the file at about the same time, on a mount of fpfs: each byte is read
+        from a device once, for all ranks of a machine. They do not wait for each other. None: the
+        default group of torch.distributed, if that is initialized. ALONE: this process only.
     map_location, weights_only: as torch.load has them.
     mmap: map the file instead of reading it, which is left to torch.load.
     into: a state like the saved one, whose tensors are filled where they are, and returned; what
@@ -63,10 +71,11 @@ def load(
         raise ValueError("into= says where tensors are: leave mmap= and map_location= out")
     if mmap:
         return torch.load(name, map_location=map_location, mmap=True, weights_only=weights_only)
-    with _File(name) as file:
+    rank, size = place_in(group)
+    with _File(name, is_alone=size == 1) as file:
         try:
             if into is not None:
-                return fill(file, into, weights_only=weights_only)
+                return fill(file, into, weights_only=weights_only, begin=rank / size)
             return torch.load(
                 file, map_location=map_location, mmap=False, weights_only=weights_only
             )
@@ -84,16 +93,17 @@ class _File(io.BufferedReader):
     """A file, of which large pieces are read by several threads.
 
     On a mount of fpfs past the kernel's page cache, which would have to be filled first: 1.45 GB/s
-    instead of 1.10 (2 cores, November 2026). Other filesystems ask for aligned memory then.
+    instead of 1.10 (2 cores, November 2026). Other filesystems ask for aligned memory then. What
+    other processes read as well, one of them reads for all, to the page cache.
     """
 
     _direct_fd = -1
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, is_alone: bool) -> None:
         super().__init__(io.FileIO(path))
         self.failure: BaseException | None = None
         """What reading has raised."""
-        if mount_containing(path).is_fpfs:
+        if is_alone and mount_containing(path).is_fpfs:
             flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
             self._direct_fd = os.open(f"/proc/self/fd/{self.fileno()}", flags)
 

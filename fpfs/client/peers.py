@@ -404,21 +404,32 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def peers_of(group: dist.ProcessGroup | Alone | None, *, timeout_s: float) -> Peers:
-    """Return the ranks of `group`; None is torch.distributed's default group, if there is one.
+def place_in(group: dist.ProcessGroup | Alone | None) -> tuple[int, int]:
+    """Return this process's rank in `group`, and how many ranks that has.
 
-    Raises TypeError of what is no group, ValueError in a process that is not in it.
+    None is torch.distributed's default group, if there is one. Raises TypeError of what is no
+    group, ValueError in a process that is not in it.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return ALONE
+            return 0, 1
         group = dist.group.WORLD
     if isinstance(group, Alone):
-        return group
+        return 0, 1
     if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}, not a group of torch.distributed")
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
-        raise ValueError("this process is not a rank of the group: only ranks of it call save")
-    if dist.get_world_size(group) == 1:
+        raise ValueError("this process is not a rank of the group")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def peers_of(group: dist.ProcessGroup | Alone | None, *, timeout_s: float) -> Peers:
+    """Return the ranks of `group`, as `place_in` understands it, which raises what that does."""
+    _, size = place_in(group)
+    if isinstance(group, Alone):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    if size == 1:
         return Alone(is_group=True)
-    return Ranks(group, timeout_s=timeout_s)
+    return Ranks(dist.group.WORLD if group is None else group, timeout_s=timeout_s)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fpfs
 from fpfs import client
@@ -109,6 +110,26 @@ def test_ranks_write_one_file(directory: Path, mount: Mount, forks: Worlds, rank
     mount.remount()
     assert same(torch.load(path), large_state(seed=7))
     assert os.listdir(directory) == ["state.pt"]
+
+
+def load_together(path: str, how: str) -> bool:
+    """As a rank: load; returns whether it is what was saved."""
+    expected = {str(number): torch.full((4_000_000,), number) for number in range(4)}
+    group = client.ALONE if how == "alone" else None
+    into = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dist.barrier()
+    return same(client.load(path, group=group, into=into if how == "into" else None), expected)
+
+
+@pytest.mark.parametrize(("how", "times"), [("into", 1), ("new", 1), ("alone", 3)])
+def test_a_group_reads_each_byte_once(own: Mount, forks: Worlds, how: str, times: int) -> None:
+    path = own.root / "state.pt"
+    torch.save({str(number): torch.full((4_000_000,), number) for number in range(4)}, path)
+    own.remount()
+    before = sum(device.bytes_read for device in own.status().devices)
+    assert forks.start(3, load_together, path, how).values() == [True] * 3
+    after = sum(device.bytes_read for device in own.status().devices)
+    assert (after - before) / path.stat().st_size == pytest.approx(times, rel=0.2)
 
 
 def save_and_save(path: str, step: int) -> None:

@@ -120,6 +120,25 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sum(read) == state[name].nbytes
 
 
+def test_ranks_begin_at_different_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, offsets = tmp_path / "state.pt", []
+    state = {str(number): torch.full((500_000,), number) for number in range(5)}
+    torch.save(state, path)
+    native = loading.read_pieces
+
+    def note(pieces: Any, **options: Any) -> Any:
+        offsets.extend(offset for _, _, offset in pieces)
+        return native(pieces, **options)
+
+    monkeypatch.setattr(loading, "read_pieces", note)
+    for rank in range(4):
+        monkeypatch.setattr(loading, "place_in", lambda _, rank=rank: (rank, 4))
+        offsets.clear()
+        assert same(client.load(path, into=emptied(state)), state)
+        first = offsets[0] / path.stat().st_size
+        assert first == pytest.approx(rank / 4, abs=0.01)
+
+
 SPARSE = torch.eye(3).to_sparse()
 MISFITS: dict[str, tuple[Any, Any, str]] = {
     "a missing name": (

@@ -292,6 +292,11 @@ def save_by_some(path: str) -> list[str]:
             client.save({}, path, group=pair)
     with pytest.raises(TypeError, match="group"):
         client.save({}, path, group="all")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group"):
+        client.load(path, group="all")  # type: ignore[arg-type]
+    if rank == 1:
+        with pytest.raises(ValueError, match="not a rank of the group"):
+            client.load(path, group=pair)
     client.save({"rank": rank}, f"{path}.{rank}", group=client.ALONE)
     # One alone, in a loop of all, as scripts with torch.save do.
     if rank == 0:
