@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fpfs.client import save
+import fpfs
 
 EPOCHS = 3
 WIDTH = 1024
@@ -44,7 +44,7 @@ def main() -> None:
             "model": model.module.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
-        saved = save(state, folder / f"epoch{epoch}.pt", durable=True)  # all ranks call it
+        saved = fpfs.save(state, folder / f"epoch{epoch}.pt", durable=True)  # all ranks call it
         if dist.get_rank() == 0:
             print(saved)
 

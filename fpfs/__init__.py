@@ -1,8 +1,11 @@
 """fpfs: a filesystem that makes saving a model's checkpoint as fast as the devices under it.
 
+`fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
+threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`. They need torch.
+
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
-how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount; they,
-and the errors `Refused`, `NotKept` and `TimedOut`, are imported when they are first used.
+how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
+raise `Refused`, `NotKept` and `TimedOut`. All is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fpfs.client import ALONE, RankFailed, load, save
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
     from fpfs.core.protocol.whereabouts import NotKept, status, wait_durable
@@ -19,22 +23,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALONE",
     "FileStatus",
     "NotKept",
+    "RankFailed",
     "Refused",
     "Status",
     "TimedOut",
     "__version__",
+    "load",
+    "save",
     "status",
     "wait_durable",
 ]
 
 _PLACES = {
+    "ALONE": "fpfs.client",
     "FileStatus": "fpfs.core.protocol.reports",
     "NotKept": "fpfs.core.protocol.whereabouts",
+    "RankFailed": "fpfs.client",
     "Refused": "fpfs.core.refusal",
     "Status": "fpfs.core.protocol.reports",
     "TimedOut": "fpfs.core.protocol.control",
+    "load": "fpfs.client",
+    "save": "fpfs.client",
     "status": "fpfs.core.protocol.whereabouts",
     "wait_durable": "fpfs.core.protocol.whereabouts",
 }
@@ -44,7 +56,13 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for by name."""
     if name not in _PLACES:
         raise AttributeError(f"module 'fpfs' has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    try:
+        return getattr(import_module(_PLACES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = f"fpfs.{name} needs torch: pip install 'fpfs[torch]'"
+        raise ModuleNotFoundError(message, name="torch") from error
 
 
 def __dir__() -> list[str]:

@@ -323,7 +323,7 @@ class Ranks:
                     raise RankFailed(
                         absent[0],
                         f"did not call save within {seconds:.0f} s. All ranks of a group do; to"
-                        " save with one alone, give group=fpfs.client.ALONE",
+                        " save with one alone, give group=fpfs.ALONE",
                     )
                 raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
             if absent and not said and waited_s > SAY_AFTER_S:

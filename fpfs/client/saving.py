@@ -251,7 +251,7 @@ def _compare(offers: list[_Offer]) -> None:
             raise RankFailed(
                 rank,
                 f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file of"
-                " each rank, give group=fpfs.client.ALONE",
+                " each rank, give group=fpfs.ALONE",
             )
         if offer.digest != offers[0].digest:
             raise RankFailed(

@@ -1,9 +1,10 @@
 """Bytes between memory and a file, moved by native threads without the GIL.
 
 A piece is ``(address, bytes, offset in the file)``, the place of a CRC32 ``(offset in the file,
-index of a piece)``: native/src/client/piece_writer.h. A piece of address 0 lies in strips, which are
-``(process or 0, address, offset in the file, bytes of a run, count, step)``: strips.h. A transfer keeps `owners`, whose memory the
-pieces are, and a descriptor of its own until it is closed, or goes, whatever interrupts its caller.
+index of a piece)``: native/src/client/piece_writer.h. What a piece of address 0 has is in strips:
+``(process or 0, address, offset in the file, bytes of a run, count, step)``, strips.h. A transfer
+keeps `owners`, whose memory the pieces are, and a descriptor of its own until it is closed, or
+goes, whatever interrupts its caller.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ void bind_client(nb::module_& module) {
         if (!text.ok()) check(text.status());
         return nb::bytes(text.value().data(), text.value().size());
       },
-      nb::arg("process"), nb::arg("address"), nb::arg("bytes"));
+      nb::arg("process"), nb::arg("address"), nb::arg("count"));
   module.def(
       "reserve_file",
       [](int fd, uint64_t size) {

@@ -247,6 +247,18 @@ def test_importing_the_package_imports_nothing_else() -> None:
         fpfs.nothing  # noqa: B018
 
 
+def test_without_torch_it_says_what_to_install() -> None:
+    code = """if True:
+        import sys, fpfs
+        sys.modules["torch"] = None
+        try:
+            fpfs.save
+        except ImportError as error:
+            print(error)
+    """
+    assert run(sys.executable, "-c", code) == "fpfs.save needs torch: pip install 'fpfs[torch]'\n"
+
+
 def test_the_example_runs(directory: Path) -> None:
     program = REPOSITORY / "examples" / "wait_until_durable.py"
     said = run_program(program, directory / "step1.pt")

@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_come(forks: Worlds, path: Path, absent: int) -> No
     for rank in {0, 1, 2} - {absent}:
         assert errors[rank][0] == (
             f"rank {absent}: did not call save within {waited} s. All ranks of a group do; to save"
-            " with one alone, give group=fpfs.client.ALONE"
+            " with one alone, give group=fpfs.ALONE"
         )
         if 0 in (rank, absent):  # Ranks other than 0 wait for rank 0 alone.
             assert lines[rank][0] in (
