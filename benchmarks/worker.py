@@ -28,6 +28,8 @@ TENSOR_BYTES = 64 * 1024 * 1024
 SMALL_BYTES = 4096
 STREAM_BYTES = 16 * 1024 * 1024
 DCP_THREADS = 4
+COLUMNS = 4096
+"""Of tensors that ranks have parts of: 16 KiB in a row of half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,37 @@ class Commands:
 
         writer = checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
         checkpoint.save(self._state, storage_writer=writer, no_dist=True)
+
+    def save_dcp_together(self, *, path: str) -> None:
+        """The same by all ranks of the group that the worker has joined."""
+        from torch.distributed import checkpoint
+
+        writer = checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
+        checkpoint.save(self._state, storage_writer=writer)
+
+    def join(self, *, rank: int, size: int, port: int) -> None:
+        """Become a rank of a group."""
+        import torch.distributed as dist
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+        )
+
+    def lay_out(self, *, layout: str) -> None:
+        """Have of the state what a rank has: "replicas" (all), "rows" or "columns" (DTensors)."""
+        if layout == "replicas":
+            return
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        dim = {"rows": 0, "columns": 1}[layout]
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for name, tensor in self._state.items():
+            parts = tensor.reshape(-1, COLUMNS).chunk(dist.get_world_size(), dim)
+            part = parts[dist.get_rank()].clone()
+            self._state[name] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
 
     def load_only(self, *, path: str, client: bool) -> None:
         """Load, by fpfs or by torch, and let go of it; the bytes are there, and nobody looks."""

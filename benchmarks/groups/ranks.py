@@ -1,0 +1,178 @@
+"""fpfs.save by several ranks of a group, durable, each writing its part of one file.
+
+On the plain disk beside the device's limit and torch.distributed.checkpoint, which has a file of
+each rank; and in the lab, where devices are slower than ranks and their number is what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.framework import Bound, Contender, Entry, Group
+from benchmarks.groups.client import ROTATED
+from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S, WIDTHS
+from benchmarks.peers import fio
+from benchmarks.places import Bench, FpfsMount, state_bytes, sync
+from benchmarks.worker import Worker, together
+
+RANKS = (2, 4)
+
+
+@contextlib.contextmanager
+def _group(bench: Bench, size: int, *, tensors: int, layout: str) -> Iterator[Sequence[Worker]]:
+    """Ranks of one group, with a state of `tensors` x 64 MiB that they have as `layout` says."""
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(bench.worker(tensors=tensors)) for _ in range(size)]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        together(workers, "join", rank=range(size), size=[size] * size, port=[port] * size)
+        together(workers, "lay_out", layout=[layout] * size)
+        yield workers
+
+
+def _rotating(
+    name: str,
+    workers: Sequence[Worker],
+    *,
+    folder: Path,
+    total_bytes: int,
+    settle: Callable[[], None],
+    command: str = "save_client",
+) -> Contender:
+    names = itertools.cycle(f"{folder / name}{number}.pt" for number in range(ROTATED))
+
+    def play() -> float:
+        seconds = together(workers, command, path=[next(names)] * len(workers))
+        return total_bytes / seconds / 1e9
+
+    # Until all that is replaced takes new bytes.
+    for _ in range(2 * ROTATED):
+        play()
+        settle()
+    return Contender(name=name, play=play, settle=settle)
+
+
+@contextlib.contextmanager
+def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
+    tensors = bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+
+        def limit() -> float:
+            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+
+        limit()
+        entries: list[Entry] = [Contender(name="fio, overwriting", play=limit, settle=sync)]
+        for name, size, layout in (
+            ("1 process", 1, "replicas"),
+            ("2 ranks, replicas", 2, "replicas"),
+            ("2 ranks, rows", 2, "rows"),
+            ("2 ranks, columns", 2, "columns"),
+        ):
+            workers = stack.enter_context(_group(bench, size, tensors=tensors, layout=layout))
+            entries.append(
+                _rotating(
+                    name,
+                    workers,
+                    folder=mount.path,
+                    total_bytes=total_bytes,
+                    settle=mount.flush,
+                )
+            )
+            if layout == "rows":
+                entries.append(
+                    _rotating(
+                        "DCP, 2 ranks, rows",
+                        workers,
+                        folder=plain,
+                        total_bytes=total_bytes,
+                        settle=sync,
+                        command="save_dcp_together",
+                    )
+                )
+        yield entries
+
+
+@contextlib.contextmanager
+def _lab(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """One mount for each width, all over the same four devices, one at work at a time."""
+    tensors = bench.scale.tensors_lab // 2
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        disks = stack.enter_context(
+            bench.lab(device_count=WIDTHS[-1], mib_per_s=MIB_PER_S, size_bytes=DEVICE_BYTES)
+        ).mountpoints
+        entries: list[Entry] = [
+            Contender(
+                name="fio, 1 device",
+                play=lambda: fio.write_gb_per_s(disks[0], total_bytes=total_bytes),
+            )
+        ]
+        mounts = {
+            width: stack.enter_context(bench.fpfs(filesystems=disks[:width])) for width in WIDTHS
+        }
+        for size in RANKS:
+            workers = stack.enter_context(_group(bench, size, tensors=tensors, layout="rows"))
+            entries += [
+                _fresh(_lab_name(size, width), workers, mount, total_bytes=total_bytes)
+                for width, mount in mounts.items()
+            ]
+        yield entries
+
+
+def _lab_name(size: int, width: int) -> str:
+    return f"{size} ranks, {width} device{'s' if width > 1 else ''}"
+
+
+def _fresh(
+    name: str, workers: Sequence[Worker], mount: FpfsMount, *, total_bytes: int
+) -> Contender:
+    path = mount.path / "state.pt"
+
+    def prepare() -> None:
+        path.unlink(missing_ok=True)
+        mount.flush()
+
+    def play() -> float:
+        seconds = together(workers, "save_client", path=[str(path)] * len(workers))
+        return total_bytes / seconds / 1e9
+
+    return Contender(name=name, prepare=prepare, play=play, settle=mount.flush)
+
+
+GROUPS = (
+    Group(
+        name="client-ranks",
+        title="fpfs.save by ranks of a group, durable, over two names in turn",
+        unit="GB/s",
+        open=_saves,
+        bounds=(
+            Bound(contender="2 ranks, replicas", peer="fio, overwriting", figure=0.90),
+            Bound(contender="2 ranks, rows", peer="fio, overwriting", figure=0.90),
+            Bound(contender="2 ranks, columns", peer="fio, overwriting", figure=0.90),
+            Bound(contender="2 ranks, rows", peer="DCP, 2 ranks, rows", figure=2.0),
+        ),
+    ),
+    Group(
+        name="lab-ranks",
+        title=f"fresh file by ranks, durable, over devices of {MIB_PER_S} MiB/s each",
+        unit="GB/s",
+        open=_lab,
+        bounds=tuple(
+            Bound(
+                contender=_lab_name(size, width),
+                peer="fio, 1 device",
+                peer_factor=width,
+                figure=0.97,
+            )
+            for size in RANKS
+            for width in WIDTHS
+        ),
+    ),
+)
