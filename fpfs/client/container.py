@@ -193,27 +193,26 @@ class _Pickling:
 
 
 class _Wholes:
-    """The tensors that stand in the file for those of which this rank has parts."""
+    """The tensors that stand in the file for those of which this rank has parts.
+
+    Two of them are one tensor in the file if they are one object. Whether they share memory cannot
+    be told by a rank that has nothing of them, and all ranks must come to the same file.
+    """
 
     def __init__(self) -> None:
         self.sharded: dict[int, Sharded] = {}
         """By the stand-ins' storages."""
-        self._made: dict[Any, torch.Tensor] = {}
+        self._made: list[torch.Tensor] = []
         self._stand_ins = StandIns()
 
     def stand_in(self, tensor: torch.Tensor, sharded: Sharded) -> torch.Tensor:
-        """Return the ordinary tensor to pickle instead; the same for tensors that share a part."""
-        part: Any = tensor.detach()
-        local = part.to_local()
-        storage = local.untyped_storage()._cdata  # noqa: SLF001
-        key = (storage, local.storage_offset(), sharded.shape, tensor.dtype, part.placements)
-        if key not in self._made:
-            made = self._made[key] = self._stand_ins.make(sharded.shape, tensor.dtype)
-            self.sharded[made.untyped_storage()._cdata] = sharded  # noqa: SLF001
-        made = self._made[key]
+        """Return the ordinary tensor to pickle instead."""
+        made = self._stand_ins.make(sharded.shape, tensor.dtype)
+        self._made.append(made)
+        self.sharded[made.untyped_storage()._cdata] = sharded  # noqa: SLF001
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.detach().requires_grad_(tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
 
 
 def lay_out(state: Any, *, whole: bool = False) -> Container:

@@ -10,13 +10,19 @@ Concurrency: as `load`. The state is the caller's, who must not use it meanwhile
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import io
+import pickle
+import sys
+import zipfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 
-from fpfs.client.sharding import Box, part_of, runs_of
+from fpfs.client.sharding import Box, is_dtensor, part_of, runs_of
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
@@ -25,7 +31,10 @@ Piece = tuple[int, int, int]
 
 
 class ReadableFile(Protocol):
-    """A file that torch.load takes, and from which pieces are read."""
+    """A file that torch.load and zipfile take, and from which pieces are read."""
+
+    def seek(self, offset: int) -> int:
+        """As files do."""
 
     def read_pieces(self, pieces: list[Piece], owners: object) -> None:
         """Fill memory, which `owners` keeps."""
@@ -71,6 +80,7 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool, begin: float = 0.
 
     Raises ValueError of what does not fit, before anything is read, and what torch.load raises.
     """
+    _check_archive(file)
     loaded = torch.load(file, map_location="meta", mmap=False, weights_only=weights_only)
     fillings: list[Filling] = []
     filled = _match(into, loaded, "", fillings)
@@ -95,7 +105,9 @@ def _match(into: Any, loaded: Any, name: str, fillings: list[Filling]) -> Any:
     if isinstance(into, Mapping):
         if not isinstance(loaded, Mapping):
             raise ValueError(_differs(name, f"a {type(loaded).__name__}", "a dictionary"))
-        made: Any = copy.copy(into)
+        if not into and loaded:
+            raise ValueError(_differs(name, f"{len(loaded)} items", "none"))
+        made: Any = copy.copy(into) if isinstance(into, dict) else dict(into)
         for key, value in into.items():
             if key not in loaded:
                 raise ValueError(f"the file has no {_named(name, key)}")
@@ -119,6 +131,11 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
     for tensor, owner in ((source, "the file"), (target, "the state")):
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ValueError(f"{name} of {owner} is no dense tensor: load it without into=")
+    if is_dtensor(source):
+        raise ValueError(
+            f"{name} of the file is a DTensor, as one rank by itself has saved it: load it without"
+            " into="
+        )
     if target.device.type == "meta":
         raise ValueError(f"{name} of the state has no memory: to_empty() it first")
     if _offset_of(source.untyped_storage()) < 0:
@@ -128,10 +145,36 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
         )
     if source.shape != target.shape:
         raise ValueError(_differs(name, tuple(source.shape), tuple(target.shape)))
-    part = part_of(target, name)
-    if part is None:
-        part = Box((0,) * target.ndim, tuple(target.shape)), target.detach()
-    return Filling(name, part[1], part[0], source)
+    if not _converts(source.dtype, target.dtype):
+        raise ValueError(_differs(name, source.dtype, target.dtype))
+    box, part = part_of(target, name) or (Box((0,) * target.ndim, tuple(target.shape)), target)
+    if torch._debug_has_internal_overlap(part) == 1:  # noqa: SLF001
+        raise ValueError(f"elements of {name} of the state share memory: clone() it first")
+    return Filling(name, part.detach(), box, source)
+
+
+@functools.cache
+def _converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether copy_ knows how."""
+    try:
+        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _check_archive(file: ReadableFile) -> None:
+    """Refuse files in which tensors' bytes are not as memory has them."""
+    with contextlib.suppress(zipfile.BadZipFile):  # torch.load says so, or knows an old format
+        archive = zipfile.ZipFile(cast("IO[bytes]", file))
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("the file is compressed: load it without into=")
+            if entry.filename.endswith("/byteorder"):
+                order = archive.read(entry).decode()
+                if order != sys.byteorder:
+                    raise ValueError(f"the file is {order}-endian: load it without into=")
+    file.seek(0)
 
 
 def _begun_at(begin: float, pieces: list[Piece]) -> list[Piece]:
@@ -149,29 +192,41 @@ def _begun_at(begin: float, pieces: list[Piece]) -> list[Piece]:
 
 
 def _fill_by_buffer(file: ReadableFile, filling: Filling) -> None:
-    """Fill a part block by block of its first dimension, as copy_ does."""
-    source, target, box = filling.source, filling.target, filling.box
-    if source.ndim == 0:
-        source, target, box = source.reshape(1), target.reshape(1), Box((0,), (1,))
-    inner = tuple(slice(at, at + n) for at, n in zip(box.offsets[1:], box.shape[1:], strict=True))
-    strides = [abs(stride) for stride in source.stride()]
-    spread = [(size - 1) * stride for size, stride in zip(source.shape, strides, strict=True)]
-    row_elements = max(strides[0], 1) + sum(spread[1:])
-    rows = max(1, BUFFER_BYTES // (row_elements * source.itemsize))
-    for row in range(0, box.shape[0], rows):
-        count = min(rows, box.shape[0] - row)
-        first = (box.offsets[0] + row) * strides[0]
-        elements = (count - 1) * strides[0] + sum(spread[1:]) + 1
-        buffer = torch.empty(elements, dtype=source.dtype)
-        at = filling.offset + first * source.itemsize
-        file.read_pieces([(buffer.data_ptr(), buffer.nbytes, at)], buffer)
-        block = buffer.as_strided((count, *source.shape[1:]), strides)
-        if source.is_conj():
-            block = block.conj()
-        if source.is_neg():
-            block = torch._neg_view(block)  # noqa: SLF001
-        with torch.no_grad():
-            target[row : row + count].copy_(block[(slice(None), *inner)])
+    """Fill a part block by block, as copy_ does."""
+    source = filling.source
+    # The dimension with the largest stride first: so a block lies close together in the file.
+    order = sorted(range(source.ndim), key=lambda dim: -source.stride(dim))
+    box = filling.box
+    start = sum(at * stride for at, stride in zip(box.offsets, source.stride(), strict=True))
+    _fill_block(
+        file, filling, filling.target.permute(order), start, [source.stride(dim) for dim in order]
+    )
+
+
+def _fill_block(
+    file: ReadableFile, filling: Filling, target: torch.Tensor, start: int, strides: list[int]
+) -> None:
+    """Fill `target` from the element `start` of the source on, from where it has `strides`."""
+    source = filling.source
+    spread = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    elements = sum(spread) + 1
+    if elements * source.itemsize > BUFFER_BYTES and target.numel() > 1:
+        dim = next(dim for dim, size in enumerate(target.shape) if size > 1)
+        half = target.shape[dim] // 2
+        first, second = target.split([half, target.shape[dim] - half], dim)
+        _fill_block(file, filling, first, start, strides)
+        _fill_block(file, filling, second, start + half * strides[dim], strides)
+        return
+    buffer = torch.empty(elements, dtype=source.dtype)
+    at = filling.offset + start * source.itemsize
+    file.read_pieces([(buffer.data_ptr(), buffer.nbytes, at)], buffer)
+    block = buffer.as_strided(target.shape, strides)
+    if source.is_conj():
+        block = block.conj()
+    if source.is_neg():
+        block = torch._neg_view(block)  # noqa: SLF001
+    with torch.no_grad():
+        target.copy_(block)
 
 
 def _offset_of(storage: Any) -> int:
@@ -180,12 +235,24 @@ def _offset_of(storage: Any) -> int:
     return -1 if offset is None else int(offset)
 
 
+class _Finder(pickle.Pickler):
+    """Finds tensors and storages in any object, by pickling it to nowhere."""
+
+    found = False
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            self.found = True
+            return True
+        return None
+
+
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensors, value))
-    return isinstance(value, torch.Tensor)
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return False
+    finder = _Finder(io.BytesIO())
+    finder.dump(value)
+    return finder.found
 
 
 def _named(name: str, key: Any) -> str:

@@ -10,7 +10,6 @@ sandbox forbids it. Where it does not, each rank writes its own runs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -58,7 +57,7 @@ def own_parts(container: Container) -> list[Part]:
 def can_gather(
     processes: Sequence[Process], parts: Sequence[Sequence[Part]], container: Container
 ) -> bool:
-    """Whether ranks can read each other's memory. This one's try stands for all.
+    """Whether ranks can read each other's memory, as far as this one can try.
 
     processes, parts: of each rank, this process among them.
     """
@@ -67,7 +66,7 @@ def can_gather(
         wanted = (
             part for part, shape in zip(own, shapes, strict=True) if not is_one_run(part.box, shape)
         )
-        for part in itertools.islice(wanted, 1):
+        for part in wanted:  # some memory cannot be read, as what is shared with a device
             why = _unreadable(process, part)
             if why:
                 logger.warning(
@@ -91,16 +90,18 @@ def _unreadable(process: Process, part: Part) -> str | None:
     return None
 
 
-def strips_of(record: Record, sources: Iterable[Source], *, own_rank: int) -> list[Strip]:
-    """Where the bytes of a record lie in the ranks' memory."""
+def strips_of(
+    record: Record, sources: Iterable[Source], *, offset: int, own_rank: int
+) -> list[Strip]:
+    """Where the bytes of a record, which begins at `offset` in the file, are in ranks' memory."""
     sharded = record.sharded
     assert isinstance(sharded, Sharded)
     strips = []
     for source in sources:
         pid = 0 if source.rank == own_rank else source.pid
         for runs in runs_of(source.part.box, sharded.shape, sharded.itemsize):
-            address, offset = source.part.address + runs.start, record.offset + runs.offset
-            strips.append((pid, address, offset, runs.bytes, runs.count, runs.step))
+            address, at = source.part.address + runs.start, offset + runs.offset
+            strips.append((pid, address, at, runs.bytes, runs.count, runs.step))
     return strips
 
 

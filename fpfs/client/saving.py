@@ -262,4 +262,5 @@ def _compare(offers: list[_Offer]) -> None:
 
 
 def _described(offer: _Offer) -> str:
-    return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"
+    of_them = f" ({len(offer.parts)} of them DTensors)" if offer.parts else ""
+    return f"{offer.tensors} tensors{of_them} in {format_size(offer.bytes_of_storages)}"

@@ -8,6 +8,7 @@ torch.distributed.checkpoint takes them for.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import mmap
@@ -133,24 +134,46 @@ def part_of(tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor] | None:
 
     Raises ValueError as `sharded_of` does.
     """
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         if any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__):
             _refuse(name, "it is a ShardedTensor, the predecessor of DTensor")
         return None
     given: Any = tensor
     if any(placement.is_partial() for placement in given.placements):
         _refuse(name, "its sum is still to be made: redistribute() it")
-    local = given.to_local().detach()
+    with torch.no_grad():
+        local = given.to_local()
     if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
         _refuse(name, f"its parts are {type(local).__name__}s of layout {local.layout}")
     (chunk,) = given.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if box.elements != local.numel():
         _refuse(name, f"a part of shape {tuple(local.shape)} is said to have {box.shape}")
+    if not _are_boxes(tuple(given.shape), given.device_mesh.shape, given.placements):
+        _refuse(name, "it lies in several pieces: redistribute() it")
     return box, local
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _are_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    """Whether each rank's part is a box. Of a _StridedShard it is only if another one follows."""
+    if all(type(each).__name__ != "_StridedShard" for each in placements):
+        return True
+    from torch.distributed.tensor._utils import (
+        _compute_local_shape_and_global_offset,
+    )
+
+    boxes = set()
+    for coordinate in itertools.product(*map(range, mesh)):
+        sizes, offsets = _compute_local_shape_and_global_offset(
+            shape, mesh, list(coordinate), placements
+        )
+        boxes.add(Box(tuple(offsets), tuple(sizes)))
+    return is_tiling({box for box in boxes if box.elements > 0}, shape)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
     # Importing it takes a second, so who has one has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -176,7 +199,10 @@ class StandIns:
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         if size > len(self._free):
-            self._free = self._addresses(max(size, _ADDRESSES_BYTES))
+            try:
+                self._free = self._addresses(max(size, _ADDRESSES_BYTES))
+            except OSError:  # a limit on addresses (ulimit -v)
+                self._free = self._addresses(size)
         # Each has an address of its own, by which torch.save tells storages apart.
         storage = torch.frombuffer(self._free[:size], dtype=torch.uint8).untyped_storage()
         self._free = self._free[size:]
@@ -197,6 +223,7 @@ __all__ = [
     "Runs",
     "Sharded",
     "StandIns",
+    "is_dtensor",
     "is_one_run",
     "is_tiling",
     "part_of",

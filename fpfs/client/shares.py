@@ -62,6 +62,9 @@ class Share(msgspec.Struct):
     crc_places: list[tuple[int, int]]
     """Offsets in the file of CRC32s, each with the index of the piece that it is of."""
     text: bytearray
+    records: dict[int, int]
+    """Where the records of the pieces begin in the file, which another rank would lay out a bit
+    differently if what is no tensor is longer there. By their indices in `Container.parts`."""
 
     @property
     def total_bytes(self) -> int:
@@ -121,7 +124,7 @@ class Division:
                 struct.pack_into("<L", container.text, at, whole[place.part])
         texts = [self._waiting[index] for index in sorted(self._waiting)]
         pieces = [Piece(text.offset, text.bytes, TEXT, text.start) for text in texts]
-        return Share(pieces, [], container.text)
+        return Share(pieces, [], container.text, {})
 
     def _streams(
         self, ranks: int, boxes: Sequence[Sequence[Box]], *, gathers: bool
@@ -154,11 +157,18 @@ class Division:
         return streams or {everybody: stream}
 
     def _share(self, given: list[Piece]) -> Share:
-        container, share, indices = self._container, Share([], [], bytearray()), dict[int, int]()
+        container, share, indices = (
+            self._container,
+            Share([], [], bytearray(), {}),
+            dict[int, int](),
+        )
         for piece in sorted(given, key=lambda piece: piece.offset):
             if piece.part not in self._waiting:
                 indices[piece.part] = len(share.pieces)
                 share.pieces.append(_with_text(piece, container, share.text))
+                part = container.parts[piece.part]
+                if isinstance(part, Record):
+                    share.records[piece.part] = part.offset
         share.crc_places = [
             (place.offset, indices[place.part]) for place, text in self._places if text in indices
         ]
@@ -187,8 +197,7 @@ def crc32_parts(
     for piece, of_runs in zip(share.pieces, crcs, strict=True):
         if piece.part == TEXT:
             continue
-        record = container.parts[piece.part]
-        end = record.offset + record.bytes
+        end = share.records[piece.part] + container.parts[piece.part].bytes
         for (offset, _), crc in zip(piece.runs(), of_runs, strict=True):
             shifted = combine_crc32(crc, 0, end - offset - piece.bytes)
             found[piece.part] = found.get(piece.part, 0) ^ shifted

@@ -62,7 +62,7 @@ def write_share(task: Task, container: Container, peers: Peers, own_fd: int) -> 
     for index, sources in task.sources.items():
         record = container.parts[index]
         assert isinstance(record, Record)
-        strips[index] = strips_of(record, sources, own_rank=peers.rank)
+        strips[index] = strips_of(record, sources, offset=share.records[index], own_rank=peers.rank)
     copied_bytes, crcs = 0, dict[int, int]()
     if share.pieces:
         fd = own_fd if own_fd >= 0 else _open(task, peers)

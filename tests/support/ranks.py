@@ -132,7 +132,8 @@ class World:
     def values(self) -> list[Any]:
         """What all have returned, none having failed."""
         outcomes = self.outcomes()
-        assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+        errors = [outcome.error for outcome in outcomes]
+        assert errors == [None] * len(outcomes), errors
         return [outcome.value for outcome in outcomes]
 
 

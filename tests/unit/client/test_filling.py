@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,82 @@ def test_ranks_begin_at_different_places(tmp_path: Path, monkeypatch: pytest.Mon
         assert first == pytest.approx(rank / 4, abs=0.01)
 
 
+@pytest.mark.parametrize("how", ["rows", "transposed", "permuted"])
+def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whatever the order of the dimensions in the file, and also if a row is more than a block."""
+    path, read = tmp_path / "state.pt", []
+    saved = torch.arange(60_000).reshape(20, 50, 60)
+    order = {"rows": (0, 1, 2), "transposed": (2, 1, 0), "permuted": (1, 2, 0)}[how]
+    torch.save([saved.permute(order)], path)
+    native = loading.read_pieces
+
+    def note(pieces: Any, **options: Any) -> Any:
+        read.extend(count for _, count, _ in pieces)
+        return native(pieces, **options)
+
+    monkeypatch.setattr(loading, "read_pieces", note)
+    monkeypatch.setattr(filling, "BUFFER_BYTES", 3000)
+    target = torch.zeros(saved.permute(order).shape, dtype=torch.float64)
+    client.load(path, into=[target])
+    assert torch.equal(target, saved.permute(order).to(torch.float64))
+    assert max(read) <= 3000
+    assert sum(read) == saved.nbytes
+
+
+def recompressed(path: Path) -> None:
+    """As zip -r would write it again."""
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def with_other_byte_order(path: Path) -> None:
+    """As from another machine, as far as that is looked at."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if "byteorder" not in name]
+        contents = {name: archive.read(name) for name in names}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+        archive.writestr(f"{names[0].partition('/')[0]}/byteorder", "big")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (recompressed, "the file is compressed: load it without into="),
+        (with_other_byte_order, "the file is big-endian: load it without into="),
+    ],
+)
+def test_bytes_that_are_not_as_in_memory(
+    tmp_path: Path, change: Callable[[Path], None], told: str
+) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"weight": torch.ones(100)}, path)
+    change(path)
+    with pytest.raises(ValueError, match=told):
+        client.load(path, into={"weight": torch.zeros(100)})
+
+
+class Holder:
+    """An object with a tensor."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(3)
+
+
+@pytest.mark.parametrize("value", [Holder(), {torch.ones(2)}, torch.nn.Linear(2, 2)])
+def test_tensors_in_objects(tmp_path: Path, value: Any) -> None:
+    """They would come without their bytes."""
+    path = tmp_path / "state.pt"
+    torch.save({"held": value, "step": {1, 2}}, path)
+    with pytest.raises(ValueError, match="held: the file has tensors, the state a NoneType"):
+        client.load(path, into={"held": None}, weights_only=False)
+    assert client.load(path, into={"step": None}, weights_only=False) == {"step": {1, 2}}
+
+
 SPARSE = torch.eye(3).to_sparse()
 MISFITS: dict[str, tuple[Any, Any, str]] = {
     "a missing name": (
@@ -170,6 +248,21 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
         [1, 2],
         [torch.zeros(2)],
         "the state: the file has 2 items, the state 1 items",
+    ),
+    "an empty dictionary": (
+        {"state": {"exp_avg": torch.ones(3)}},
+        {"state": {}},
+        "state: the file has 1 items, the state none",
+    ),
+    "elements that share memory": (
+        {"weight": torch.ones(3)},
+        {"weight": torch.zeros(1).expand(3)},
+        "elements of weight of the state share memory: clone() it first",
+    ),
+    "a type that is not converted": (
+        {"weight": torch.zeros(3, dtype=torch.bits8)},
+        {"weight": torch.zeros(3)},
+        "weight: the file has torch.bits8, the state torch.float32",
     ),
     "a sparse tensor": (
         {"weight": SPARSE},

@@ -9,6 +9,7 @@ import math
 import os
 import select
 import signal
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -119,12 +120,28 @@ def save_in_small_blocks(path: str) -> None:
 def save_what_differs(path: str) -> None:
     """What is no tensor may differ, also in size: rank 0's is saved."""
     rank = dist.get_rank()
-    client.save({"rank": rank, "text": "x" * (1000 * rank), **large_state(seed=2)}, path)
+    saving.CHUNK_BYTES_DEFAULT = 512
+    own = {"rank": rank, "text": "x" * (1000 * rank), "letters": "y" * (rank % 2)}
+    client.save({**own, **sharded_with_ordinary()}, path)
+
+
+def sharded_with_ordinary() -> dict[str, torch.Tensor]:
+    """Of each kind of tensor one."""
+    whole = torch.arange(60_000.0).reshape(200, 300)
+    state: dict[str, torch.Tensor] = {"ordinary": whole}
+    if dist.is_initialized():
+        state["rows"] = distribute_tensor(whole, a_mesh(), [Shard(0)])
+        state["columns"] = distribute_tensor(whole, a_mesh(), [Shard(1)])
+    return state
 
 
 def test_what_is_not_a_tensor_is_rank_0s(forks: Worlds, path: Path) -> None:
     forks.start(3, save_what_differs, path).values()
-    assert same(torch.load(path), {"rank": 0, "text": "", **large_state(seed=2)})
+    whole = sharded_with_ordinary()["ordinary"]
+    tensors = dict.fromkeys(("ordinary", "rows", "columns"), whole)
+    assert same(torch.load(path), {"rank": 0, "text": "", "letters": "", **tensors})
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
 
 
 def save_over_and_over(path: str, times: int) -> list[int]:
@@ -369,8 +386,42 @@ def sharded(placements: list[Placement]) -> dict[str, Any]:
         state[name] = distribute_tensor(whole, mesh, fit)
         state[f"{name} ordinary"] = whole
     state["parameter"] = torch.nn.Parameter(state["matrix torch.float32"].detach())
-    state["tied"] = state["matrix torch.float32"].detach()
+    state["again"] = state["matrix torch.float32"]
     return state
+
+
+def save_aliases(path: str) -> None:
+    """As a rank: DTensors that have the same memory, and are different tensors."""
+    square = torch.arange(16.0).reshape(4, 4) * 1j
+    mesh = a_mesh()
+    first = distribute_tensor(square, mesh, [Replicate()])
+    flat = torch.zeros(8)
+    if dist.get_rank() == 0:
+        flat += torch.arange(8.0)
+    # Of two rows in one buffer rank 1 has nothing, and cannot tell one from the other.
+    rows = {
+        name: DTensor.from_local(
+            flat[at : at + 4].reshape(1, 4) if dist.get_rank() == 0 else flat[:0].reshape(0, 4),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([1, 4]),
+            stride=(4, 1),
+        )
+        for name, at in (("row0", 0), ("row4", 4))
+    }
+    client.save({"w": first, "t": first.t(), "conj": first.conj(), **rows}, path)
+
+
+def test_tensors_that_share_memory_differ(forks: Worlds, path: Path) -> None:
+    forks.start(2, save_aliases, path).values()
+    square = torch.arange(16.0).reshape(4, 4) * 1j
+    loaded = torch.load(path)
+    assert torch.equal(loaded["w"], square)
+    assert torch.equal(loaded["t"], square.t())
+    assert torch.equal(loaded["conj"], square.conj())
+    assert torch.equal(loaded["row0"], torch.arange(4.0).reshape(1, 4))
+    assert torch.equal(loaded["row4"], torch.arange(4.0, 8.0).reshape(1, 4))
 
 
 def fitting(size: int) -> list[str]:
@@ -475,7 +526,7 @@ def test_a_sharded_state_is_saved_whole(
             assert same(loaded[f"{key} ordinary"], whole)
         matrix = expected["matrix torch.float32"]
         assert same(loaded["parameter"], torch.nn.Parameter(matrix))
-        assert loaded["tied"].data_ptr() == loaded["matrix torch.float32"].data_ptr()
+        assert loaded["again"] is loaded["matrix torch.float32"]
 
 
 def save_columns(path: str, rank: int) -> None:
@@ -549,6 +600,15 @@ def test_fsdp(forks: Worlds, path: Path, columns: bool) -> None:
 def save_what_is_no_whole(path: str, what: str) -> None:
     """As a rank: a DTensor that this group cannot save."""
     mesh = a_mesh()
+    if what == "several pieces":
+        rows = distribute_tensor(torch.arange(54.0).reshape(6, 9), mesh, [Shard(1)])
+        strided = rows.view(54)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save({"part": torch.arange(54.0)}, f"{folder}/whole.pt")
+            with pytest.raises(ValueError, match="'part': it lies in several pieces"):
+                client.load(f"{folder}/whole.pt", into={"part": strided})
+        client.save({"part": strided}, path)
+        return
     if what == "sum":
         tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
         client.save({"part": tensor}, path)
@@ -560,6 +620,8 @@ def save_what_is_no_whole(path: str, what: str) -> None:
 
 
 NO_WHOLE = {
+    "several pieces": "fpfs cannot tell what this rank has of the sharded tensor 'part': it lies in"
+    " several pieces: redistribute() it",
     "sum": "fpfs cannot tell what this rank has of the sharded tensor 'part': its sum is still to"
     " be made: redistribute() it",
     "another group": "what the group's ranks have of 'part' ((4,) at (0,), (4,) at (4,)) is not the"
@@ -571,7 +633,7 @@ NO_WHOLE = {
 def test_what_is_no_whole(forks: Worlds, path: Path, what: str) -> None:
     outcomes = forks.start(3, save_what_is_no_whole, path, what).outcomes()
     own = f"ValueError: {NO_WHOLE[what]}"
-    others = [own, own] if what == "sum" else [f"RankFailed: rank 0: {own}", None]
+    others = [f"RankFailed: rank 0: {own}", None] if what == "another group" else [own, own]
     assert [outcome.error for outcome in outcomes] == [own, *others]
     assert is_as_before(path)
 
