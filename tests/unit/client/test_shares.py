@@ -227,17 +227,18 @@ def test_columns_are_gathered_by_ranks_that_write_equal_shares() -> None:
         [Box((0, 0), (2, 4)), Box((3, 0), (1, 4))],
         [Box((0, 0), (3, 4)), Box((2, 0), (2, 4))],
         [Box((0, 0), (4, 3)), Box((0, 3), (2, 1))],
+        [Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 2))],
         [Box((0, 0), (4, 3)), Box((), (0,))],
         [Box((), (0,)), Box((), (0,))],
     ],
-    ids=["a gap", "twice", "a corner", "the end", "nothing"],
+    ids=["a gap", "twice", "a corner", "a quarter", "the end", "nothing"],
 )
 def test_parts_that_are_not_the_whole(boxes: list[Box]) -> None:
     state = {"weight": torch.zeros(4, 4)}
     with pytest.raises(ValueError, match=r"what the group's ranks have of 'weight' \(.*the whole"):
         Division(
             as_rank(state, {"weight": boxes[0]}),
-            ranks=2,
+            ranks=len(boxes),
             block_bytes=64,
             boxes=[[box] for box in boxes],
         )
