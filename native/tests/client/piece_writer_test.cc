@@ -165,7 +165,8 @@ TEST_CASE("piece reader: a file that ends before a piece does") {
   const FileDescriptor file = memory_file();
   REQUIRE(reserve_file(file.get(), 5 * kRequestBytes).ok());
   PieceReader reader(
-      {{text.data(), kRequestBytes, 0}, {text.data(), 6 * kRequestBytes, kRequestBytes}},
+      // One request reaches behind the end: of two, either might fail first.
+      {{text.data(), kRequestBytes, 0}, {text.data(), 5 * kRequestBytes, kRequestBytes}},
       {.fd = file.get(), .request_bytes = kRequestBytes, .threads = 2});
   REQUIRE(reader.wait(kLong));
   CHECK(reader.status().error() == EIO);
