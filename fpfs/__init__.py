@@ -1,7 +1,8 @@
 """fpfs: a filesystem that makes saving a model's checkpoint as fast as the devices under it.
 
 `fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
-threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`. They need torch.
+threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`, and who writes what,
+`Plan` and `Topology`. They need torch.
 
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
 how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
@@ -10,11 +11,12 @@ raise `Refused`, `NotKept` and `TimedOut`. All is imported when it is first used
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from fpfs.client import ALONE, RankFailed, load, save
+    from fpfs.client import ALONE, Plan, RankFailed, Topology, load, save
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
     from fpfs.core.protocol.whereabouts import NotKept, status, wait_durable
@@ -26,10 +28,12 @@ __all__ = [
     "ALONE",
     "FileStatus",
     "NotKept",
+    "Plan",
     "RankFailed",
     "Refused",
     "Status",
     "TimedOut",
+    "Topology",
     "__version__",
     "load",
     "save",
@@ -41,30 +45,16 @@ _PLACES = {
     "ALONE": "fpfs.client",
     "FileStatus": "fpfs.core.protocol.reports",
     "NotKept": "fpfs.core.protocol.whereabouts",
+    "Plan": "fpfs.client",
     "RankFailed": "fpfs.client",
     "Refused": "fpfs.core.refusal",
     "Status": "fpfs.core.protocol.reports",
     "TimedOut": "fpfs.core.protocol.control",
+    "Topology": "fpfs.client",
     "load": "fpfs.client",
     "save": "fpfs.client",
     "status": "fpfs.core.protocol.whereabouts",
     "wait_durable": "fpfs.core.protocol.whereabouts",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import what is asked for by name."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'fpfs' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_PLACES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        message = f"fpfs.{name} needs torch: pip install 'fpfs[torch]'"
-        raise ModuleNotFoundError(message, name="torch") from error
-
-
-def __dir__() -> list[str]:
-    """Name also what is not imported yet."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _PLACES)

@@ -1,8 +1,32 @@
 """Checkpoints written and read side by side: `save` and `load`, for torch.save files."""
 
-from fpfs.client.loading import load
-from fpfs.client.peers import ALONE, RankFailed
-from fpfs.client.saving import Saved, save
-from fpfs.client.writing import Written
+from __future__ import annotations
 
-__all__ = ["ALONE", "RankFailed", "Saved", "Written", "load", "save"]
+from typing import TYPE_CHECKING
+
+from fpfs.core.lazy import lazily
+
+if TYPE_CHECKING:
+    from fpfs.client.loading import load
+    from fpfs.client.peers import ALONE, RankFailed
+    from fpfs.client.plan import Plan
+    from fpfs.client.saving import Saved, save
+    from fpfs.client.topology import Topology
+    from fpfs.client.writing import Written
+
+__all__ = ["ALONE", "Plan", "RankFailed", "Saved", "Topology", "Written", "load", "save"]
+
+# The commands know plans, and do without torch.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ALONE": "fpfs.client.peers",
+        "Plan": "fpfs.client.plan",
+        "RankFailed": "fpfs.client.peers",
+        "Saved": "fpfs.client.saving",
+        "Topology": "fpfs.client.topology",
+        "Written": "fpfs.client.writing",
+        "load": "fpfs.client.loading",
+        "save": "fpfs.client.saving",
+    },
+)

@@ -9,14 +9,18 @@ the archive's directory (`crc_places`), and is entered while the file is written
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from fpfs.client.boxes import Sharding
+from fpfs.client.plan import Records
 from fpfs.client.sharding import Sharded, StandIns, sharded_of
 
 _DESCRIPTOR = b"PK\x07\x08"
@@ -55,14 +59,6 @@ class Record(NamedTuple):
     """What part of the bytes this rank has; None: all."""
 
 
-class CrcPlace(NamedTuple):
-    """Where the file holds the CRC32 of a record, little-endian."""
-
-    offset: int
-    part: int
-    """Index of the record in `Container.parts`."""
-
-
 class Container(NamedTuple):
     """A torch.save file but for the bytes of its storages and their CRC32s."""
 
@@ -71,17 +67,68 @@ class Container(NamedTuple):
     text: bytearray
     """All that is not storages' bytes."""
     parts: list[Text | Record]
-    """The file from its begin to its end. Storages of no bytes are left out."""
-    crc_places: list[CrcPlace]
-    """In order; two for each record: first those beside records, then those in the directory."""
+    """The file from its begin to its end: a text, a record, a text, and so on, to the last text.
+    Storages of no bytes are left out."""
+    crc_places: list[int]
+    """Offsets in the file of CRC32s, little-endian: of each record one behind it, then of each one
+    in the directory."""
     tensors: list[str]
     """Type, shape and, if it has one, name of each tensor, as they were pickled."""
 
+    def record(self, number: int) -> Record:
+        """One of the records, counted from 0."""
+        part = self.parts[2 * number + 1]
+        assert isinstance(part, Record)
+        return part
+
+    def text_part(self, number: int) -> Text:
+        """One of the texts: 0 is before the first record, k + 1 behind record k."""
+        part = self.parts[2 * number]
+        assert isinstance(part, Text)
+        return part
+
+    def crc_places_in(self, number: int) -> list[tuple[int, int]]:
+        """The records whose CRC32s are in a text, and where in the file, in order."""
+        count = len(self.parts) // 2
+        behind = [(number - 1, self.crc_places[number - 1])] if number > 0 else []
+        directory = enumerate(self.crc_places[count:]) if number == count else ()
+        return [*behind, *directory]
+
     @property
-    def sharded(self) -> list[Sharded]:
-        """What this rank has of each record of which it may have only a part, in order."""
-        records = (part for part in self.parts if isinstance(part, Record))
-        return [record.sharded for record in records if record.sharded is not None]
+    def origin(self) -> int:
+        """Where the first record begins, or would."""
+        return self.text_part(0).bytes
+
+    @property
+    def sharded(self) -> list[tuple[int, Sharded]]:
+        """What this rank has of each record of which it may have only a part, by its number."""
+        found = []
+        for number in range(len(self.parts) // 2):
+            sharded = self.record(number).sharded
+            if sharded is not None:
+                found.append((number, sharded))
+        return found
+
+    def records(self) -> Records:
+        """What a plan needs to know of the records."""
+        count = len(self.parts) // 2
+        shardings: dict[Sharding, int] = {}
+        sharding_of = np.full(count, -1, dtype=np.int64)
+        for number, sharded in self.sharded:
+            sharding_of[number] = shardings.setdefault(sharded.sharding, len(shardings))
+        offsets = np.array([part.offset for part in self.parts[1::2]], dtype=np.int64)
+        sizes = np.array([part.bytes for part in self.parts[1::2]], dtype=np.int64)
+        offsets -= self.origin
+        digest = hashlib.blake2b(repr(self.tensors).encode(errors="surrogatepass"))
+        for sharding in shardings:
+            mesh = sharding.mesh
+            digest.update(repr((*sharding[:2], mesh.shape, mesh.ranks, sharding.cuts)).encode())
+        for numbers in (offsets, sizes, sharding_of):
+            digest.update(numbers.tobytes())
+        for number in range(1, count):
+            text = self.text_part(number)
+            digest.update(memoryview(self.text)[text.start : text.start + text.bytes])
+        return Records(offsets, sizes, tuple(shardings), sharding_of, digest.digest())
 
 
 class _Sink:
@@ -184,7 +231,7 @@ class _Pickling:
                 records.append(Record(0, storage.nbytes(), storage))
             else:
                 local = sharded.local
-                start = local.storage_offset() * sharded.itemsize
+                start = local.storage_offset() * sharded.sharding.itemsize
                 records.append(Record(0, storage.nbytes(), local.untyped_storage(), start, sharded))
         return records
 
@@ -207,7 +254,7 @@ class _Wholes:
 
     def stand_in(self, tensor: torch.Tensor, sharded: Sharded) -> torch.Tensor:
         """Return the ordinary tensor to pickle instead."""
-        made = self._stand_ins.make(sharded.shape, tensor.dtype)
+        made = self._stand_ins.make(sharded.sharding.shape, tensor.dtype)
         self._made.append(made)
         self.sharded[made.untyped_storage()._cdata] = sharded  # noqa: SLF001
         if isinstance(tensor, torch.nn.Parameter):
@@ -249,24 +296,21 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
     )
 
 
-def _places_behind(sink: _Sink) -> list[CrcPlace]:
+def _places_behind(sink: _Sink) -> list[int]:
     """Each record's CRC32 is the first of what follows it."""
     for text in sink.texts[1:]:
         if not sink.text.startswith(_DESCRIPTOR, text.start):
             raise Unsupported("torch.save writes no CRC32 behind what it left out")
-    return [
-        CrcPlace(text.offset + len(_DESCRIPTOR), _record_part(index))
-        for index, text in enumerate(sink.texts[1:])
-    ]
+    return [text.offset + len(_DESCRIPTOR) for text in sink.texts[1:]]
 
 
-def _places_in_directory(sink: _Sink) -> list[CrcPlace]:
+def _places_in_directory(sink: _Sink) -> list[int]:
     """The directory is the last of the file, and names the records in order."""
     text, last = sink.text, sink.texts[-1]
     count, offset = _find_directory(text)
     if offset < last.offset:
         raise Unsupported("torch.save's directory is not at the end")
-    places: list[CrcPlace] = []
+    places: list[int] = []
     at = last.start + (offset - last.offset)
     for _ in range(count):
         fields = _ENTRY.unpack_from(text, at)
@@ -279,17 +323,11 @@ def _places_in_directory(sink: _Sink) -> list[CrcPlace]:
         if size > 0 and key.isdigit() and folder.endswith(b"/data"):
             if crc != 0:
                 raise Unsupported("torch.save has the CRC32 of what it left out")
-            in_file = last.offset + (at - last.start) + _CRC_IN_ENTRY
-            places.append(CrcPlace(in_file, _record_part(len(places))))
+            places.append(last.offset + (at - last.start) + _CRC_IN_ENTRY)
         at += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
     if len(places) != len(sink.skipped):
         raise Unsupported("torch.save's directory does not name each storage")
     return places
-
-
-def _record_part(index: int) -> int:
-    """Records and texts take turns in `Container.parts`, which begins with a text."""
-    return 2 * index + 1
 
 
 def _find_directory(text: bytearray) -> tuple[int, int]:
@@ -306,4 +344,4 @@ def _find_directory(text: bytearray) -> tuple[int, int]:
     return count, offset
 
 
-__all__ = ["Container", "CrcPlace", "Record", "Text", "Unsupported", "lay_out"]
+__all__ = ["Container", "Record", "Text", "Unsupported", "lay_out"]

@@ -22,7 +22,8 @@ from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 
-from fpfs.client.sharding import Box, is_dtensor, part_of, runs_of
+from fpfs.client.boxes import Box, runs_of
+from fpfs.client.sharding import is_dtensor, part_of
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
@@ -147,7 +148,8 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
         raise ValueError(_differs(name, tuple(source.shape), tuple(target.shape)))
     if not _converts(source.dtype, target.dtype):
         raise ValueError(_differs(name, source.dtype, target.dtype))
-    box, part = part_of(target, name) or (Box((0,) * target.ndim, tuple(target.shape)), target)
+    whole = Box((0,) * target.ndim, tuple(target.shape))
+    _, box, part = part_of(target, name) or (None, whole, target)
     if torch._debug_has_internal_overlap(part) == 1:  # noqa: SLF001
         raise ValueError(f"elements of {name} of the state share memory: clone() it first")
     return Filling(name, part.detach(), box, source)

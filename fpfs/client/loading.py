@@ -50,7 +50,7 @@ def load(
     weights_only: bool = True,
     into: Any = None,
 ) -> Any:
-    """Load what torch.save, or `fpfs.client.save`, has saved, as torch.load does.
+    """Load what torch.save, or `fpfs.save`, has saved, as torch.load does.
 
     group: whose ranks load the file at about the same time, on a mount of fpfs: each byte is read
         from a device once, for all ranks of a machine. They do not wait for each other. None: the

@@ -69,6 +69,8 @@ class Peers(Protocol):
 
     rank: int
     size: int
+    ranks: tuple[int, ...]
+    """Their numbers in the default group."""
     is_group: bool
     """Whether tensors of which each rank has a part are one tensor to them."""
 
@@ -101,7 +103,8 @@ class Alone:
     rank = 0
     size = 1
 
-    def __init__(self, *, is_group: bool = False) -> None:
+    def __init__(self, *, ranks: tuple[int, ...] = (0,), is_group: bool = False) -> None:
+        self.ranks = ranks
         self.is_group = is_group
 
     def exchange(
@@ -203,12 +206,14 @@ class Ranks:
 
     is_group = True
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, call: str) -> None:
         self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.size = len(self.ranks)
         self._awaited = range(1) if self.rank != 0 else range(1, self.size)
         """The ranks that this one hears of."""
         self._timeout_s = timeout_s
+        self._call = call
         self._store = dist.PrefixStore("fpfs.save", group.get_group_store())
         self._number = 0
         self._watch = _Watch()
@@ -322,13 +327,15 @@ class Ranks:
                 if absent:
                     raise RankFailed(
                         absent[0],
-                        f"did not call save within {seconds:.0f} s. All ranks of a group do; to"
-                        " save with one alone, give group=fpfs.ALONE",
+                        f"did not call {self._call} within {seconds:.0f} s. All ranks of a group"
+                        f" do; to {self._call} with one alone, give group=fpfs.ALONE",
                     )
                 raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
             if absent and not said and waited_s > SAY_AFTER_S:
                 said = True
-                logger.warning("rank %d waits for %s to call save", self.rank, _named(absent))
+                logger.warning(
+                    "rank %d waits for %s to call %s", self.rank, _named(absent), self._call
+                )
             # The store's own wait cannot be interrupted, and prints a warning each time it is over.
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, POLL_MAX_S)
@@ -405,31 +412,40 @@ def _named(ranks: list[int]) -> str:
 
 
 def place_in(group: dist.ProcessGroup | Alone | None) -> tuple[int, int]:
-    """Return this process's rank in `group`, and how many ranks that has.
+    """Return this process's rank in `group` and how many ranks that has; raises as `group_of`."""
+    found = group_of(group)
+    return (0, 1) if found is None else (dist.get_rank(found), dist.get_world_size(found))
 
-    None is torch.distributed's default group, if there is one. Raises TypeError of what is no
+
+def group_of(group: dist.ProcessGroup | Alone | None) -> dist.ProcessGroup | None:
+    """Return the group that is meant; None: this process alone.
+
+    None means torch.distributed's default group, if there is one. Raises TypeError of what is no
     group, ValueError in a process that is not in it.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return 0, 1
+            return None
         group = dist.group.WORLD
     if isinstance(group, Alone):
-        return 0, 1
+        return None
     if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}, not a group of torch.distributed")
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ValueError("this process is not a rank of the group")
-    return dist.get_rank(group), dist.get_world_size(group)
+    return group
 
 
-def peers_of(group: dist.ProcessGroup | Alone | None, *, timeout_s: float) -> Peers:
-    """Return the ranks of `group`, as `place_in` understands it, which raises what that does."""
-    _, size = place_in(group)
-    if isinstance(group, Alone):
-        return group
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+def peers_of(
+    group: dist.ProcessGroup | Alone | None, *, timeout_s: float, call: str = "save"
+) -> Peers:
+    """Return the ranks of `group`, as `group_of` understands it, which raises what that does.
+
+    call: what all of them call.
+    """
+    found = group_of(group)
+    if found is None:
         return ALONE
-    if size == 1:
-        return Alone(is_group=True)
-    return Ranks(dist.group.WORLD if group is None else group, timeout_s=timeout_s)
+    if dist.get_world_size(found) == 1:
+        return Alone(ranks=(dist.get_rank(),), is_group=True)
+    return Ranks(found, timeout_s=timeout_s, call=call)

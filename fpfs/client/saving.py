@@ -13,7 +13,6 @@ may be wrong; it must not be resized, shared or freed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from types import TracebackType
@@ -22,19 +21,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from fpfs.client.container import Container, lay_out
-from fpfs.client.gathering import Part, Source, can_gather, own_parts
+from fpfs.client.gathering import Offered, Source, can_gather
 from fpfs.client.paths import resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
+from fpfs.client.plan import Place, Plan
+from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
-from fpfs.client.shares import Division
-from fpfs.client.writing import Done, Task, Written, write, write_share
-from fpfs.core.policy import CHUNK_BYTES_DEFAULT
+from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.writing import Done, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-TIMEOUT_S = 300.0
 
 
 class Saved(NamedTuple):
@@ -69,6 +67,7 @@ def save(
     path: str | bytes | os.PathLike[Any],
     *,
     group: dist.ProcessGroup | Alone | None = None,
+    plan: Plan | None = None,
     durable: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Saved:
@@ -85,6 +84,9 @@ def save(
         path to the same file. What is not a tensor is rank 0's. A DTensor is saved whole, as an
         ordinary tensor in the processor's memory: each rank writes of its part. None: the default
         group of torch.distributed, if that is initialized. ALONE: this process only.
+    plan: which ranks write what, the same on all ranks (`Plan.build`). If the state is another one
+        by now, that is said in the log, and planned anew for the same ranks and writers. None:
+        all ranks that have the same bytes divide them.
     durable: return when the file and its name survive power loss, as after fsync(2).
     timeout_s: seconds that a rank waits at most for another that it knows nothing of.
 
@@ -92,22 +94,31 @@ def save(
 
     Raises OSError as open(2) and write(2) do (ENOSPC before the first byte is written, where the
     filesystem can reserve room), TypeError of what is no path, ValueError of a tensor whose parts
-    are not a whole, what torch.save raises of what cannot be pickled, and RankFailed of what
-    another rank has raised.
+    are not a whole or a plan for other ranks, what torch.save raises of what cannot be pickled, and
+    RankFailed of what another rank has raised.
     """
     started = time.monotonic()
     with peers_of(group, timeout_s=timeout_s) as peers:
         name = resolve(path)
         try:
             container = lay_out(state, whole=peers.is_group)
+            planning = Planning(container, peers, plan)
+            offered = Offered(container)
             offer = _Offer(
-                os.fsencode(name), *_signature(container), Process.own(), own_parts(container)
+                path=os.fsencode(name),
+                tensors=len(container.tensors),
+                bytes_of_storages=int(planning.records.sizes.sum()),
+                records=planning.records.digest,
+                plan=planning.digest,
+                process=Process.own(),
+                addresses=offered.addresses,
             )
             with _Coordinator(
-                name, container, peers, durable=durable, started=started
+                name, container, planning, peers, durable=durable, started=started
             ) as coordinator:
                 task = peers.exchange("share", offer, coordinator.divide, of=Task)
-                part = write_share(task, container, peers, coordinator.fd)
+                share = planning.plan(task.place).share(peers.rank)
+                part = write_share(share, task, container, peers, coordinator.fd)
                 finished = peers.exchange("part", part, coordinator.finish, of=_Finished)
         except RankFailed as error:
             if error.rank == 0 and error.gone:
@@ -137,10 +148,13 @@ class _Offer(msgspec.Struct):
     path: bytes
     tensors: int
     bytes_of_storages: int
-    digest: bytes
+    records: bytes
+    """Their digest."""
+    plan: bytes
+    """Of whom and what was given as a plan."""
     process: Process
-    parts: list[Part]
-    """What the rank has of each sharded tensor."""
+    addresses: dict[int, int]
+    """`Offered.addresses`."""
 
 
 class _Finished(msgspec.Struct):
@@ -152,28 +166,29 @@ class _Finished(msgspec.Struct):
     written: tuple[Written, ...]
 
 
-def _signature(container: Container) -> tuple[int, int, bytes]:
-    """What must be the same on all ranks: tensors, bytes of storages, and a digest of both."""
-    sizes = [part.bytes for part in container.parts[1::2]]
-    digest = hashlib.blake2b(repr((container.tensors, sizes)).encode(errors="surrogatepass"))
-    return len(container.tensors), sum(sizes), digest.digest()
-
-
 class _Coordinator:
     """Rank 0's part: the file, its shares, and its name at last. Other ranks call nothing of it."""
 
     def __init__(
-        self, name: str, container: Container, peers: Peers, *, durable: bool, started: float
+        self,
+        name: str,
+        container: Container,
+        planning: Planning,
+        peers: Peers,
+        *,
+        durable: bool,
+        started: float,
     ) -> None:
         self._name = name
         self._container = container
+        self._planning = planning
         self._peers = peers
         self._durable = durable
         self._started = started
         self._laid_out = started
         self._stack = contextlib.ExitStack()
         self._replacement: Replacement | None = None
-        self._division: Division | None = None
+        self._plan: Plan | None = None
 
     def __enter__(self) -> _Coordinator:
         return self
@@ -197,41 +212,43 @@ class _Coordinator:
     def divide(self, offers: list[_Offer]) -> list[Task]:
         """Make the file, with room for all of it, and tell each rank what to write."""
         _compare(offers)
-        self._division = Division(
-            self._container,
-            ranks=len(offers),
-            block_bytes=CHUNK_BYTES_DEFAULT,
-            boxes=[[part.box for part in offer.parts] for offer in offers],
+        container = self._container
+        place = Place(
+            origin=container.origin,
+            bytes=container.bytes,
             gathers=can_gather(
                 [offer.process for offer in offers],
-                [offer.parts for offer in offers],
-                self._container,
+                [offer.addresses for offer in offers],
+                container,
             ),
         )
+        self._plan = self._planning.plan(place)
         replacement = self._replacement = self._stack.enter_context(Replacement(self._name))
-        replacement.reserve(self._container.bytes)
+        replacement.reserve(container.bytes)
         self._laid_out = time.monotonic()
         path = os.fsencode(replacement.temporary_path)
-        sources = {
-            index: [
-                Source(rank, offer.process.pid, offer.parts[sharded])
-                for rank, offer in enumerate(offers)
-                if offer.parts[sharded].box.elements > 0
-            ]
-            for index, sharded in self._division.gathered.items()
-        }
         tasks = []
-        for share in self._division.shares:
-            own = {piece.part for piece in share.pieces} & sources.keys()
-            tasks.append(Task(path, share, {index: sources[index] for index in own}))
+        for rank in range(len(offers)):
+            sources = {}
+            if self._plan.gathered:
+                own = {piece.record for piece in self._plan.share(rank).pieces}
+                for number in own.intersection(self._plan.gathered):
+                    sources[number] = [
+                        Source(holder, offers[holder].process.pid, offers[holder].addresses[number])
+                        for holder in self._planning.holders(number, nearest=rank)
+                    ]
+            tasks.append(Task(path, place, sources))
         return tasks
 
     def finish(self, parts: list[Done]) -> list[_Finished]:
         """Write what is left, and give the file its name."""
         assert self._replacement is not None
-        assert self._division is not None
-        rest = self._division.finish([part.crcs for part in parts])
+        assert self._plan is not None
+        rest = rest_of(self._plan.rest, [part.crcs for part in parts], self._container)
         write(rest, self._container, fd=self._replacement.fd, threads=1)
+        own = parts[0].written
+        rest_bytes = sum(self._container.text_part(number).bytes for number in rest.texts)
+        parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
         written_at = time.monotonic()
         self._replacement.commit(durable=self._durable)
         finished = _Finished(
@@ -253,7 +270,13 @@ def _compare(offers: list[_Offer]) -> None:
                 f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file of"
                 " each rank, give group=fpfs.ALONE",
             )
-        if offer.digest != offers[0].digest:
+        if offer.plan != offers[0].plan:
+            raise RankFailed(
+                rank,
+                "was given another plan than rank 0: all ranks save by plans of the same topology"
+                " and writers, or none",
+            )
+        if offer.records != offers[0].records:
             raise RankFailed(
                 rank,
                 f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
@@ -262,5 +285,4 @@ def _compare(offers: list[_Offer]) -> None:
 
 
 def _described(offer: _Offer) -> str:
-    of_them = f" ({len(offer.parts)} of them DTensors)" if offer.parts else ""
-    return f"{offer.tensors} tensors{of_them} in {format_size(offer.bytes_of_storages)}"
+    return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"

@@ -1,51 +1,26 @@
-"""Tensors of which each rank has a part: where it belongs in the whole, and what stands for that.
+"""Tensors of which each rank has a part: what that is, and what stands for the whole.
 
-A part is a box, as DTensor's placements make it. In the file lies the whole, as an ordinary tensor
-in the order of its elements, so a box is runs of bytes at equal distances. Part and whole are what
-torch.distributed.checkpoint takes them for.
+Part and whole are what torch.distributed.checkpoint takes them for.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 import mmap
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from fpfs.client.boxes import Box, Mesh, Sharding, box_of, order_of_cuts
 
 _ADDRESSES_BYTES = 1 << 40
-
-
-class Box(msgspec.Struct, array_like=True, frozen=True):
-    """A part of a tensor: where it begins in each dimension, and its shape. In elements."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """How many; a rank that has no part at all has offsets or shape of other dimensions."""
-        return math.prod(self.shape) if len(self.shape) == len(self.offsets) else 0
-
-
-class Runs(msgspec.Struct, frozen=True):
-    """Bytes of a tensor in `count` runs of `bytes` each; the part has them in one piece."""
-
-    offset: int
-    """Of the first run in the whole."""
-    bytes: int
-    count: int
-    step: int
-    """From the begin of one run to the begin of the next, in the whole."""
-    start: int
-    """Of the first run in the part."""
 
 
 class Sharded(NamedTuple):
@@ -53,65 +28,10 @@ class Sharded(NamedTuple):
 
     name: str
     """Of the tensor, if it has one."""
-    shape: tuple[int, ...]
-    """Of the whole."""
-    itemsize: int
+    sharding: Sharding
     box: Box
     local: torch.Tensor
-    """The part, without gaps. In the processor's memory if it is of several runs."""
-
-
-def _spans(box: Box, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Begin, length and size of the dimensions, of which the box has a part, from outer to inner.
-
-    A dimension of which the box has all is one with the dimension before it.
-    """
-    spans = [(0, 1, 1)]
-    for offset, count, size in zip(box.offsets, box.shape, shape, strict=True):
-        if count == size:
-            spans[-1] = (spans[-1][0] * size, spans[-1][1] * size, spans[-1][2] * size)
-        else:
-            spans.append((offset, count, size))
-    return spans
-
-
-def runs_of(box: Box, shape: Sequence[int], itemsize: int) -> list[Runs]:
-    """The bytes of a box that has elements, in order, where the whole has `shape`."""
-    spans = _spans(box, shape)
-    *outer, (first, length, step) = spans
-    strides = [math.prod(size for _, _, size in spans[dim + 1 :]) for dim in range(len(outer))]
-    base = first + sum(span[0] * stride for span, stride in zip(outer, strides, strict=True))
-    count = outer[-1][1] if outer else 1
-    found = []
-    for number, index in enumerate(itertools.product(*(range(span[1]) for span in outer[:-1]))):
-        offset = base + sum(at * stride for at, stride in zip(index, strides, strict=False))
-        start = number * count * length
-        found.append(
-            Runs(offset * itemsize, length * itemsize, count, step * itemsize, start * itemsize)
-        )
-    return found
-
-
-def is_one_run(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the box lies in one piece in the whole, as others cut so do, or has nothing."""
-    return box.elements == 0 or all(size == 1 for _, _, size in _spans(box, shape)[:-1])
-
-
-def is_tiling(boxes: set[Box], shape: Sequence[int]) -> bool:
-    """Whether the boxes are the whole, cut at right angles: each element is in one of them."""
-    cells = 1
-    for dim, size in enumerate(shape):
-        intervals = sorted({(box.offsets[dim], box.shape[dim]) for box in boxes})
-        end = 0
-        for offset, count in intervals:
-            if offset != end:
-                return False
-            end += count
-        if end != size:
-            return False
-        cells *= len(intervals)
-    # Each is one of the cells, no two are the same.
-    return len(boxes) == cells
+    """The part, without gaps."""
 
 
 def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
@@ -122,14 +42,11 @@ def sharded_of(tensor: torch.Tensor, name: str) -> Sharded | None:
     found = part_of(tensor, name)
     if found is None:
         return None
-    box, local = found
-    local = local.resolve_conj().resolve_neg().contiguous()
-    if not is_one_run(box, tensor.shape):
-        local = local.cpu()  # where other ranks can read it
-    return Sharded(name, tuple(tensor.shape), local.element_size(), box, local)
+    sharding, box, local = found
+    return Sharded(name, sharding, box, local.resolve_conj().resolve_neg().contiguous())
 
 
-def part_of(tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor] | None:
+def part_of(tensor: torch.Tensor, name: str) -> tuple[Sharding, Box, torch.Tensor] | None:
     """This rank's part of `tensor` and where that lies; None: it is an ordinary tensor.
 
     Raises ValueError as `sharded_of` does.
@@ -145,31 +62,29 @@ def part_of(tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor] | None:
         local = given.to_local()
     if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_quantized:
         _refuse(name, f"its parts are {type(local).__name__}s of layout {local.layout}")
-    (chunk,) = given.__create_chunk_list__()
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.elements != local.numel():
+    mesh = _mesh_of(given.device_mesh)
+    try:
+        cuts = _cuts_of(tuple(given.placements), mesh.shape)
+    except ValueError as error:
+        _refuse(name, str(error))
+    sharding = Sharding(tuple(given.shape), local.element_size(), mesh, cuts)
+    box = box_of(sharding, dist.get_rank())
+    if box.elements != local.numel() or (local.numel() > 0 and box.shape != tuple(local.shape)):
         _refuse(name, f"a part of shape {tuple(local.shape)} is said to have {box.shape}")
-    if not _are_boxes(tuple(given.shape), given.device_mesh.shape, given.placements):
-        _refuse(name, "it lies in several pieces: redistribute() it")
-    return box, local
+    return sharding, box, local
 
 
-@functools.lru_cache(maxsize=4096)
-def _are_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
-    """Whether each rank's part is a box. Of a _StridedShard it is only if another one follows."""
-    if all(type(each).__name__ != "_StridedShard" for each in placements):
-        return True
-    from torch.distributed.tensor._utils import (
-        _compute_local_shape_and_global_offset,
-    )
+_meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 
-    boxes = set()
-    for coordinate in itertools.product(*map(range, mesh)):
-        sizes, offsets = _compute_local_shape_and_global_offset(
-            shape, mesh, list(coordinate), placements
-        )
-        boxes.add(Box(tuple(offsets), tuple(sizes)))
-    return is_tiling({box for box in boxes if box.elements > 0}, shape)
+
+def _mesh_of(mesh: Any) -> Mesh:
+    found = _meshes.get(mesh)
+    if found is None:
+        found = _meshes[mesh] = Mesh(mesh.mesh.shape, mesh.mesh.flatten().tolist())
+    return found
+
+
+_cuts_of = functools.lru_cache(maxsize=4096)(order_of_cuts)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -218,15 +133,4 @@ class StandIns:
         return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
 
 
-__all__ = [
-    "Box",
-    "Runs",
-    "Sharded",
-    "StandIns",
-    "is_dtensor",
-    "is_one_run",
-    "is_tiling",
-    "part_of",
-    "runs_of",
-    "sharded_of",
-]
+__all__ = ["Sharded", "StandIns", "is_dtensor", "part_of", "sharded_of"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import struct
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,9 +17,9 @@ from fpfs.client.container import Container, Record
 from fpfs.client.gathering import Source, Strip, check_sources, strips_of
 from fpfs.client.paths import default_threads
 from fpfs.client.peers import Peers
-from fpfs.client.shares import TEXT, Piece, Share, crc32_parts
+from fpfs.client.plan import Piece, Place, Share
 from fpfs.core.mounts import mount_containing
-from fpfs.core.transfers import run_to_end, write_pieces
+from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
 
 REQUEST_BYTES = 256 * 1024
 """So small that what was summed up is still in the processor's cache when the kernel copies it:
@@ -38,12 +38,12 @@ class Written(NamedTuple):
 
 
 class Task(msgspec.Struct):
-    """What a rank is to write, and where."""
+    """What a rank cannot know of what it is to write, from rank 0."""
 
     temporary_path: bytes
-    share: Share
+    place: Place
     sources: dict[int, list[Source]]
-    """Of the records that are gathered from several ranks, by the parts' indices."""
+    """Of the records that the rank writes of and several ranks have parts of, by their numbers."""
 
 
 class Done(msgspec.Struct):
@@ -51,20 +51,20 @@ class Done(msgspec.Struct):
 
     written: Written
     crcs: dict[int, int]
-    """`shares.crc32_parts`."""
+    """What this rank's bytes of each record are of its CRC32 (`crc32_parts`)."""
 
 
-def write_share(task: Task, container: Container, peers: Peers, own_fd: int) -> Done:
+def write_share(share: Share, task: Task, container: Container, peers: Peers, own_fd: int) -> Done:
     """Write what this rank has to, by `own_fd` if that is open."""
     started = time.monotonic()
-    share, threads = task.share, max(1, default_threads() // peers.size)
-    strips = {}
-    for index, sources in task.sources.items():
-        record = container.parts[index]
-        assert isinstance(record, Record)
-        strips[index] = strips_of(record, sources, offset=share.records[index], own_rank=peers.rank)
+    threads = max(1, default_threads() // peers.size)
+    shift = task.place.origin - container.origin
+    strips = list[Strip]()
+    for number, sources in task.sources.items():
+        record = container.record(number)
+        strips += strips_of(record, sources, offset=record.offset + shift, peers=peers)
     copied_bytes, crcs = 0, dict[int, int]()
-    if share.pieces:
+    if share.pieces or share.texts:
         fd = own_fd if own_fd >= 0 else _open(task, peers)
         try:
             copied_bytes, of_runs = write(
@@ -72,10 +72,12 @@ def write_share(task: Task, container: Container, peers: Peers, own_fd: int) -> 
                 container,
                 fd=fd,
                 threads=threads,
+                shift=shift,
+                gathered=task.sources,
                 strips=strips,
                 check=peers.check,
             )
-            crcs = crc32_parts(share, of_runs, container)
+            crcs = crc32_parts(share.pieces, of_runs, container, shift=shift)
             if own_fd < 0 and not mount_containing(os.fsdecode(task.temporary_path)).is_fpfs:
                 # Rank 0 flushes what it knows of, which may be less on another machine.
                 os.fsync(fd)
@@ -87,7 +89,9 @@ def write_share(task: Task, container: Container, peers: Peers, own_fd: int) -> 
             if own_fd < 0:
                 os.close(fd)
     seconds = time.monotonic() - started
-    return Done(Written(peers.rank, share.total_bytes, seconds, copied_bytes, threads), crcs)
+    bytes_written = sum(piece.total_bytes for piece in share.pieces)
+    bytes_written += sum(container.text_part(number).bytes for number in share.texts)
+    return Done(Written(peers.rank, bytes_written, seconds, copied_bytes, threads), crcs)
 
 
 def _open(task: Task, peers: Peers) -> int:
@@ -107,45 +111,92 @@ def write(
     *,
     fd: int,
     threads: int,
-    strips: Mapping[int, list[Strip]] = MappingProxyType({}),
+    shift: int = 0,
+    gathered: Collection[int] = (),
+    strips: Sequence[Strip] = (),
     check: Callable[[], object] = lambda: None,
 ) -> tuple[int, list[list[int]]]:
     """Write a share; returns how much was copied first, and the CRC32s of each piece's runs.
 
-    strips: where what is gathered lies, by the records' indices. `check` may end it.
+    shift: how much further behind all is in the file than in `container`, but for text 0.
+    gathered: the numbers of records that lie in `strips`. `check` may end it.
     """
-    text = (ctypes.c_char * len(share.text)).from_buffer(share.text)
-    base = ctypes.addressof(text)
-    runs, kept = [], list[Any]()
+    memory = (ctypes.c_char * len(container.text)).from_buffer(container.text)
+    runs, owners = [], list[Any]()
     for index, piece in enumerate(share.pieces):
-        if piece.part in strips:
+        if piece.record in gathered:
             runs.append((piece.offset, 0, piece.bytes, index))
             continue
-        if piece.part == TEXT:
-            address = base
-        else:
-            record = container.parts[piece.part]
-            assert isinstance(record, Record)
-            address, owner = _in_memory(record, piece)
-            kept.append(owner)
+        address, owner = _in_memory(container.record(piece.record), piece)
+        owners.append(owner)
         runs += [(offset, address + start, piece.bytes, index) for offset, start in piece.runs()]
+    for number in share.texts:
+        text = container.text_part(number)
+        offset = text.offset + shift if number > 0 else 0
+        runs.append((offset, ctypes.addressof(memory) + text.start, text.bytes, -1))
     # Pieces of several runs may reach into each other.
     runs.sort()
-    numbers = {index: number for number, (_, _, _, index) in enumerate(runs)}
+    of_records = {
+        share.pieces[index].record: number for number, (*_, index) in enumerate(runs) if index >= 0
+    }
+    # The text behind a record is in the share if all of the record is, in one piece.
+    places = [
+        (offset + shift, of_records[record])
+        for number in share.texts
+        for record, offset in container.crc_places_in(number)
+        if record in of_records
+    ]
     writer = write_pieces(
         [(address, count, offset) for offset, address, count, _ in runs],
-        [(place, numbers[index]) for place, index in share.crc_places],
-        strips=list(itertools.chain.from_iterable(strips.values())),
-        owners=(text, kept),
+        places,
+        strips=list(strips),
+        owners=(memory, owners),
         fd=fd,
         request_bytes=REQUEST_BYTES,
         threads=threads,
     )
     run_to_end(writer, check=check)
     crcs: list[list[int]] = [[] for _ in share.pieces]
-    for (_, _, _, index), crc in zip(runs, writer.crc32(), strict=True):
-        crcs[index].append(crc)
+    for (*_, index), crc in zip(runs, writer.crc32(), strict=True):
+        if index >= 0:
+            crcs[index].append(crc)
     return writer.copied_bytes, crcs
+
+
+def rest_of(numbers: Sequence[int], crcs: Sequence[dict[int, int]], container: Container) -> Share:
+    """Return the texts `numbers` as a share, given what each rank's bytes are of the CRC32s."""
+    whole = [0] * len(container.crc_places)
+    for found in crcs:
+        for record, crc in found.items():
+            whole[record] ^= crc
+    for number in numbers:
+        text = container.text_part(number)
+        for record, offset in container.crc_places_in(number):
+            at = text.start + (offset - text.offset)
+            struct.pack_into("<L", container.text, at, whole[record])
+    return Share([], list(numbers))
+
+
+def crc32_parts(
+    pieces: Sequence[Piece],
+    crcs: Sequence[Sequence[int]],
+    container: Container,
+    *,
+    shift: int,
+) -> dict[int, int]:
+    """What the pieces are of the CRC32 of each record, by the record's number.
+
+    crcs: the CRC32 of each run of each piece. A CRC32 is the sum (exclusive or) of what it would be
+    of each part, were there only zeros beside it.
+    """
+    found: dict[int, int] = {}
+    for piece, of_runs in zip(pieces, crcs, strict=True):
+        record = container.record(piece.record)
+        end = record.offset + shift + record.bytes
+        for (offset, _), crc in zip(piece.runs(), of_runs, strict=True):
+            shifted = combine_crc32(crc, 0, end - offset - piece.bytes)
+            found[piece.record] = found.get(piece.record, 0) ^ shifted
+    return found
 
 
 def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
@@ -158,4 +209,4 @@ def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
     return copy.data_ptr() - piece.start, copy
 
 
-__all__ = ["Done", "Task", "Written", "write", "write_share"]
+__all__ = ["Done", "Task", "Written", "crc32_parts", "rest_of", "write", "write_share"]

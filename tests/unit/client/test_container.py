@@ -23,17 +23,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 def filled(container: Container) -> bytes:
     """The file, made one byte after the other, without the client's native part."""
     made = bytearray()
-    crcs = {}
-    for index, part in enumerate(container.parts):
+    crcs = []
+    for part in container.parts:
         assert part.offset == len(made)
         if isinstance(part, Text):
             made += container.text[part.start : part.start + part.bytes]
         else:
             storage = ctypes.string_at(part.storage.data_ptr(), part.bytes)
-            crcs[index] = zlib.crc32(storage)
+            crcs.append(zlib.crc32(storage))
             made += storage
-    for place in container.crc_places:
-        struct.pack_into("<L", made, place.offset, crcs[place.part])
+    for number in range(len(crcs) + 1):
+        for record, offset in container.crc_places_in(number):
+            struct.pack_into("<L", made, offset, crcs[record])
     return bytes(made)
 
 
@@ -81,13 +82,12 @@ def test_files_of_more_than_four_gibibytes(tmp_path: Path) -> None:
             if isinstance(part, Text):
                 content = container.text[part.start : part.start + part.bytes]
                 os.pwrite(file.fileno(), content, part.offset)
-        for place in container.crc_places:
-            part = container.parts[place.part]
-            assert isinstance(part, Record)
-            if part.bytes < 100:
-                content = ctypes.string_at(part.storage.data_ptr(), part.bytes)
-                os.pwrite(file.fileno(), content, part.offset)
-                os.pwrite(file.fileno(), zlib.crc32(content).to_bytes(4, "little"), place.offset)
+        for number, offset in enumerate(container.crc_places):
+            record = container.record(number % len(state))
+            if record.bytes < 100:
+                content = ctypes.string_at(record.storage.data_ptr(), record.bytes)
+                os.pwrite(file.fileno(), content, record.offset)
+                os.pwrite(file.fileno(), zlib.crc32(content).to_bytes(4, "little"), offset)
     with zipfile.ZipFile(path) as archive:
         for number in (0, 2):
             archive.read(f"archive/data/{number}")  # checks its CRC32

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +42,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fpfs import client
-from fpfs.client import gathering, loading, peers, saving, writing
+from fpfs.client import gathering, loading, peers, planning, saving, writing
+from fpfs.client import plan as plans
+from fpfs.client.plan import Plan
+from fpfs.client.topology import WRITERS, Topology
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
 from tests.support.states import large_state, odd_state, random_tensor, same
@@ -98,8 +102,7 @@ def test_one_file(forks: Worlds, path: Path, size: int) -> None:
     for name, total_bytes, written, line in reports:
         assert (name, total_bytes) == (str(path), path.stat().st_size)
         assert [part[0] for part in written] == list(range(size))
-        # The rest are the directory and what stands between two ranks' parts.
-        assert 0 <= total_bytes - sum(part[1] for part in written) < 2000
+        assert total_bytes == sum(part[1] for part in written)
         assert (f" by {size} ranks, " in line) == (size > 1)
 
 
@@ -112,7 +115,7 @@ def test_all_kinds_of_tensors(forks: Worlds, path: Path) -> None:
 
 
 def save_in_small_blocks(path: str) -> None:
-    saving.CHUNK_BYTES_DEFAULT = 512
+    planning.CHUNK_BYTES_DEFAULT = 512
     saved = client.save(state_of("odd"), path)
     assert len(saved.written) == dist.get_world_size()
 
@@ -120,7 +123,7 @@ def save_in_small_blocks(path: str) -> None:
 def save_what_differs(path: str) -> None:
     """What is no tensor may differ, also in size: rank 0's is saved."""
     rank = dist.get_rank()
-    saving.CHUNK_BYTES_DEFAULT = 512
+    planning.CHUNK_BYTES_DEFAULT = 512
     own = {"rank": rank, "text": "x" * (1000 * rank), "letters": "y" * (rank % 2)}
     client.save({**own, **sharded_with_ordinary()}, path)
 
@@ -170,8 +173,8 @@ def save_with(path: str, what: str, rank: int) -> None:
     """Save, of which `rank` does something else than the others."""
     state: Any = large_state(seed=3)
     if dist.get_rank() == rank:
-        if what in WRITERS:
-            writing.write_pieces = WRITERS[what]
+        if what in BAD_WRITES:
+            writing.write_pieces = BAD_WRITES[what]
         if what == "unpicklable":
             state["bad"] = lambda: None
         if what == "another tensor":
@@ -204,7 +207,7 @@ def be_killed(*arguments: Any, **options: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-WRITERS = {"full": write_nothing, "interrupted": be_interrupted, "killed": be_killed}
+BAD_WRITES = {"full": write_nothing, "interrupted": be_interrupted, "killed": be_killed}
 DIFFERENT = "saves 6 tensors in "
 FAILURES = {
     "unpicklable": "AttributeError: ",
@@ -431,11 +434,13 @@ def fitting(size: int) -> list[str]:
 
 def save_sharded(path: str, block_bytes: int, readable: bool) -> list[str]:
     """As a rank: a file for each placement; returns what is logged."""
-    saving.CHUNK_BYTES_DEFAULT = block_bytes
+    planning.CHUNK_BYTES_DEFAULT = block_bytes
     lines: list[str] = []
     gathering.logger.addFilter(lambda record: lines.append(record.getMessage()) is None)
     if not readable:
         be_unreadable()
+    if dist.get_world_size() == 4:
+        plans.GATHERED_BYTES = 0
     for name in fitting(dist.get_world_size()):
         state = sharded(PLACEMENTS[name])
         client.save(state, f"{path}.{name}")
@@ -625,8 +630,8 @@ NO_WHOLE = {
     " several pieces: redistribute() it",
     "sum": "fpfs cannot tell what this rank has of the sharded tensor 'part': its sum is still to"
     " be made: redistribute() it",
-    "another group": "what the group's ranks have of 'part' ((4,) at (0,), (4,) at (4,)) is not the"
-    " whole of (12,): the group must have all ranks of the tensor's mesh",
+    "another group": "the group's ranks have not all of 'part': it is sharded over 3 ranks, and the"
+    " group must have all of these",
 }
 
 
@@ -634,8 +639,8 @@ NO_WHOLE = {
 def test_what_is_no_whole(forks: Worlds, path: Path, what: str) -> None:
     outcomes = forks.start(3, save_what_is_no_whole, path, what).outcomes()
     own = f"ValueError: {NO_WHOLE[what]}"
-    others = [f"RankFailed: rank 0: {own}", None] if what == "another group" else [own, own]
-    assert [outcome.error for outcome in outcomes] == [own, *others]
+    third = None if what == "another group" else own
+    assert [outcome.error for outcome in outcomes] == [own, own, third]
     assert is_as_before(path)
 
 
@@ -651,3 +656,79 @@ def save_own_parts(path: str) -> None:
 
 def test_a_file_of_each_rank_has_its_parts(forks: Worlds, path: Path) -> None:
     forks.start(2, save_own_parts, path).values()
+
+
+def save_by_plans(path: str) -> list[Any]:
+    """As a rank: by plans for each kind of writers; returns them, who wrote, and what is logged."""
+    lines: list[str] = []
+    planning.logger.addFilter(lambda record: lines.append(record.getMessage()) is None)
+    topology = Topology.of(path)
+    # As if there were two machines.
+    topology = msgspec.structs.replace(topology, nodes=(0, 0, 1, 1))
+    state = large_state(seed=1)
+    writers = {}
+    for name in WRITERS:
+        plan = Plan.build(state, topology, writers=name)
+        saved = client.save(state, f"{path}.{name}", plan=plan)
+        planned = {each["rank"]: each["bytes"] for each in plan.to_dict()["ranks"] if each["bytes"]}
+        assert planned == {written.rank: written.bytes for written in saved.written}
+        writers[name] = [written.rank for written in saved.written]
+    assert not lines
+    # Others than were planned.
+    client.save({**state, "more": torch.zeros(5)}, f"{path}.more", plan=plan)
+    return [msgspec.to_builtins(topology), writers, lines]
+
+
+def test_plans(forks: Worlds, path: Path) -> None:
+    state = large_state(seed=1)
+    for topology, writers, lines in forks.start(4, save_by_plans, path).values():
+        assert topology["ranks"] == [0, 1, 2, 3]
+        assert (topology["devices"], topology["chunk_bytes"]) == (1, 1024**2)
+        assert writers == {
+            "replica": [0, 1, 2, 3],
+            "socket": [0, 2],
+            "node": [0, 2],
+            "device": [0, 2],
+        }
+        assert lines == [
+            "the state has changed since it was planned (6 tensors then, 7 now): it is planned anew"
+        ]
+    for name in WRITERS:
+        assert same(torch.load(f"{path}.{name}"), state)
+    assert same(torch.load(f"{path}.more"), {**state, "more": torch.zeros(5)})
+
+
+def save_by_other_plans(path: str, what: str) -> None:
+    """As a rank: by another plan than the others, or one for another group."""
+    topology = Topology.regular(4 if what == "another group" else 3)
+    plan = Plan.build({}, topology, writers="node" if dist.get_rank() == 1 else "replica")
+    client.save({"step": 2}, path, plan=None if what == "none" and dist.get_rank() == 2 else plan)
+
+
+OTHER_PLANS = {
+    "another group": "ValueError: the plan is for 4 ranks, and the group has 3, or others: build it"
+    " of the group's topology",
+    "another plan": "RankFailed: rank 1: was given another plan than rank 0: all ranks save by"
+    " plans of the same topology and writers, or none",
+    "none": "RankFailed: rank 1: was given another plan than rank 0",
+}
+
+
+@pytest.mark.parametrize("what", OTHER_PLANS)
+def test_plans_that_are_not_the_same(forks: Worlds, path: Path, what: str) -> None:
+    for outcome in forks.start(3, save_by_other_plans, path, what).outcomes():
+        assert str(outcome.error).startswith(OTHER_PLANS[what])
+    assert is_as_before(path)
+
+
+def save_again(path: str) -> list[int]:
+    """As a rank: a state that stays, and one that changes; returns how often it is planned."""
+    counts = []
+    for step, size in enumerate([1000, 1000, 1000, 2000]):
+        client.save({"step": step, "tensor": torch.zeros(size)}, path)
+        counts.append(planning._planned.cache_info().misses)
+    return counts
+
+
+def test_a_plan_is_kept_while_the_state_stays(forks: Worlds, path: Path) -> None:
+    assert forks.start(2, save_again, path).values() == [[1, 1, 1, 2]] * 2

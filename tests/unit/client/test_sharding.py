@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import resource
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from fpfs.client.sharding import Box, StandIns, is_one_run, is_tiling, runs_of, sharded_of
+from fpfs.client.boxes import Box, Mesh, Sharding, box_of, order_of_cuts, runs_of
+from fpfs.client.sharding import StandIns, sharded_of
 
 
 @st.composite
@@ -38,26 +44,88 @@ def test_runs(case: tuple[tuple[int, ...], Box], itemsize: int) -> None:
             at = (run.offset + number * run.step) // itemsize
             found += range(at, at + run.bytes // itemsize)
     assert found == part
-    if is_one_run(box, shape):
-        assert [run.count for run in runs] == [1]
-    if is_tiling({box}, shape):
-        assert found == whole.flatten().tolist()
+    if box.shape == shape:
+        assert len(runs) == runs[0].count == 1
+
+
+MESHES = {
+    "rows": ((3,), [Shard(0)]),
+    "columns": ((3,), [Shard(1)]),
+    "replicas of rows": ((2, 3), [Replicate(), Shard(0)]),
+    "rows and columns": ((2, 3), [Shard(1), Shard(0)]),
+    "rows of rows": ((2, 3), [Shard(0), Shard(0)]),
+    "FSDP2 of tensor parallel rows": ((2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
+    "HSDP of tensor parallel rows": (
+        (2, 2, 3),
+        [Replicate(), _StridedShard(0, split_factor=3), Shard(0)],
+    ),
+    "rows, and FSDP2 of tensor parallel columns": (
+        (2, 2, 2),
+        [_StridedShard(1, split_factor=2), Shard(0), Shard(1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+@given(shape=st.tuples(st.integers(0, 13), st.integers(1, 13)))
+def test_parts_are_torchs(name: str, shape: tuple[int, int]) -> None:
+    mesh_shape, placements = MESHES[name]
+    ranks = list(range(10, 10 + math.prod(mesh_shape)))
+    mesh = Mesh(mesh_shape, ranks)
+    sharding = Sharding(shape, 4, mesh, order_of_cuts(placements, mesh_shape))
+    coordinates = itertools.product(*map(range, mesh_shape))
+    parts: dict[Box, set[int]] = {}
+    for rank, coordinate in zip(ranks, coordinates, strict=True):
+        sizes, offsets = _compute_local_shape_and_global_offset(
+            shape, mesh_shape, list(coordinate), placements
+        )
+        box = box_of(sharding, rank)
+        assert box.shape == tuple(sizes)
+        if box.elements:
+            assert box.offsets == tuple(offsets)
+            parts.setdefault(box, set()).add(rank)
+        if sharding.is_one_run and box.elements:
+            assert [run.count for run in runs_of(box, shape, 4)] == [1]
+    for number, holders in enumerate(sharding.holders.tolist()):
+        box = sharding.box(number)
+        assert box.elements == 0 or parts[box] == set(holders)
+    assert sum(box.elements for box in parts) == math.prod(shape)
+
+
+def test_who_has_no_part() -> None:
+    sharding = Sharding((4, 4), 1, Mesh((2,), (3, 5)), ((0, 0),))
+    assert box_of(sharding, 4).elements == 0
+    assert box_of(sharding, 5) == Box((2, 0), (2, 4))
 
 
 @pytest.mark.parametrize(
-    ("box", "shape", "one_run"),
+    ("placements", "mesh"),
     [
-        (Box((2, 0, 0), (3, 4, 5)), (9, 4, 5), True),
-        (Box((0, 1), (1, 2)), (1, 9), True),
-        (Box((0, 1), (7, 2)), (7, 9), False),
-        # Other ranks have more rows of it.
-        (Box((6, 1), (1, 2)), (7, 9), False),
-        (Box((), (0,)), (7, 9), True),
-        (Box((), ()), (), True),
+        ([_StridedShard(0, split_factor=3)], (2,)),
+        ([_StridedShard(0, split_factor=2), Shard(0)], (2, 3)),
+        ([_StridedShard(0, split_factor=3), Shard(1)], (2, 3)),
     ],
 )
-def test_one_run(box: Box, shape: tuple[int, ...], one_run: bool) -> None:
-    assert is_one_run(box, shape) == one_run
+def test_parts_of_several_pieces(placements: list[Placement], mesh: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="it lies in several pieces"):
+        order_of_cuts(placements, mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "one_run"),
+    [
+        ((9, 4, 5), ((0, 0),), True),
+        ((1, 9), ((0, 1),), True),
+        ((7, 9), ((0, 1),), False),
+        ((7, 9), ((0, 0), (1, 1)), False),
+        ((7, 1), ((0, 1),), True),
+        # A dimension of the mesh of one rank cuts nothing.
+        ((7, 9), ((2, 1),), True),
+        ((), (), True),
+    ],
+)
+def test_one_run(shape: tuple[int, ...], cuts: tuple[tuple[int, int], ...], one_run: bool) -> None:
+    assert Sharding(shape, 1, Mesh((2, 2, 1), range(4)), cuts).is_one_run == one_run
 
 
 def test_stand_ins_have_no_memory() -> None:

@@ -1,0 +1,104 @@
+"""Which plan a save goes by: the one that was given, the one of the save before, or a new one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Collection
+
+import numpy as np
+
+from fpfs.client.boxes import Sharding
+from fpfs.client.container import Container
+from fpfs.client.peers import Peers
+from fpfs.client.plan import Place, Plan, Records
+from fpfs.client.topology import Topology, Writers
+from fpfs.core.policy import CHUNK_BYTES_DEFAULT
+
+logger = logging.getLogger(__name__)
+
+
+class Planning:
+    """What one rank plans by. Raises ValueError of a plan or tensors that are not its group's."""
+
+    def __init__(self, container: Container, peers: Peers, plan: Plan | None) -> None:
+        check_whole(container, peers.ranks)
+        self.records = container.records()
+        self._given = plan
+        self.digest = b""
+        """Of what was given; b"": nothing."""
+        if plan is None:
+            self._topology = Topology.regular(
+                peers.size, numbers=peers.ranks, chunk_bytes=CHUNK_BYTES_DEFAULT
+            )
+            self._writers: Writers = "replica"
+            return
+        self._topology, self._writers = plan.topology, plan.writers
+        self.digest = hashlib.blake2b(repr((self._topology, self._writers)).encode()).digest()
+        if self._topology.ranks != peers.ranks:
+            raise ValueError(
+                f"the plan is for {len(self._topology.ranks)} ranks, and the group has"
+                f" {peers.size}, or others: build it of the group's topology"
+            )
+        if plan.records != self.records:
+            logger.warning(
+                "the state has changed since it was planned (%d tensors then, %d now): it is"
+                " planned anew",
+                len(plan.records.sizes),
+                len(self.records.sizes),
+            )
+
+    def plan(self, place: Place) -> Plan:
+        """Return the plan for a file that lies so."""
+        given = self._given
+        if given is not None and (given.records, given.place) == (self.records, place):
+            return given
+        return _planned(self.records, self._topology, place, self._writers)
+
+    def holders(self, number: int, *, nearest: int) -> list[int]:
+        """Return a rank for each part of a record, by its number; `nearest` of those it has.
+
+        Ranks by their places in the group. What has no bytes is left out.
+        """
+        sharding = self.records.shardings[self.records.sharding_of[number]]
+        return [
+            nearest if nearest in members else members[0]
+            for members in _members(sharding, self._topology)
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(sharding: Sharding, topology: Topology) -> list[list[int]]:
+    """Who of a group has each part that has bytes."""
+    places = {rank: place for place, rank in enumerate(topology.ranks)}
+    _, sizes = sharding.boxes()
+    return [
+        [places[rank] for rank in row if rank in places]
+        for row in sharding.holders[sizes.all(axis=1)].tolist()
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _planned(records: Records, topology: Topology, place: Place, writers: Writers) -> Plan:
+    return Plan(records, topology, place, writers)
+
+
+def check_whole(container: Container, ranks: Collection[int]) -> None:
+    """Raise ValueError of a tensor of which no rank has some part."""
+    checked = set()
+    for _, sharded in container.sharded:
+        sharding = sharded.sharding
+        if sharding in checked:
+            continue
+        checked.add(sharding)
+        _, sizes = sharding.boxes()
+        is_held = np.isin(sharding.holders, list(ranks)).any(axis=1)
+        if not (is_held | (sizes == 0).any(axis=1)).all():
+            raise ValueError(
+                f"the group's ranks have not all of {sharded.name!r}: it is sharded over"
+                f" {len(sharding.mesh.ranks)} ranks, and the group must have all of these"
+            )
+
+
+__all__ = ["Planning", "check_whole"]
