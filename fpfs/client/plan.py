@@ -20,6 +20,7 @@ text before the first record and that behind the last one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -81,13 +82,27 @@ class Piece(NamedTuple):
             yield self.offset + number * self.step, self.start + number * self.bytes
 
 
-class Share(NamedTuple):
+NO_PIECES: Ints = np.zeros((0, len(Piece._fields)), dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Share:
     """What one rank writes."""
 
-    pieces: list[Piece]
-    """By their records."""
+    table: Ints
+    """Its pieces, of shape (pieces, fields of Piece), by their records."""
     texts: list[int]
     """Numbers of texts: 0 is before the first record, k + 1 behind record k."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all pieces."""
+        return int((self.table[:, 1] * self.table[:, 4]).sum())
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """The rows of the table."""
+        return list(map(Piece._make, self.table.tolist()))
 
 
 class Place(NamedTuple):
@@ -313,9 +328,9 @@ class Plan:
             # Of each extent that which is the record's.
             pieces[:, 1] = np.minimum(pieces[:, 1], self.records.sizes[record] - start)
             tables.append(pieces[pieces[:, 1] > 0])
-        table = np.concatenate([*tables, np.zeros((0, 6), dtype=np.int64)])
+        table = np.concatenate([*tables, NO_PIECES])
         table = table[np.argsort(table[:, 2], kind="stable")]
-        return Share(list(map(Piece._make, table.tolist())), texts)
+        return Share(table, texts)
 
     def _divide(self, loads: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Divide what not all ranks have; returns which records that are."""
@@ -372,11 +387,11 @@ class Plan:
                 number = ranks.index(rank)
                 first = stream.cut(int(pattern.ends[part][number - 1])) if number > 0 else 0
                 return stream.between(first, stream.cut(int(pattern.ends[part][number])))
-        return np.zeros((0, 6), dtype=np.int64)
+        return NO_PIECES
 
     def _parts(self, pattern: _Pattern, part: int) -> Ints:
         """The pieces of one part of sharded records, by their records."""
-        records, tables = self.records, [np.zeros((0, 6), dtype=np.int64)]
+        records, tables = self.records, [NO_PIECES]
         for index in pattern.shardings:
             sharding = records.shardings[index]
             box = sharding.box(part)
@@ -428,4 +443,4 @@ def _dealt(total: int, loads: Ints, block_bytes: int, *, head: int = 0) -> Ints:
     return np.cumsum(parts + counts * block_bytes)
 
 
-__all__ = ["Piece", "Place", "Plan", "Records", "Share", "is_gathered"]
+__all__ = ["NO_PIECES", "Piece", "Place", "Plan", "Records", "Share", "is_gathered"]

@@ -231,7 +231,7 @@ class _Coordinator:
         for rank in range(len(offers)):
             sources = {}
             if self._plan.gathered:
-                own = {piece.record for piece in self._plan.share(rank).pieces}
+                own = set(self._plan.share(rank).table[:, 2].tolist())
                 for number in own.intersection(self._plan.gathered):
                     sources[number] = [
                         Source(holder, offers[holder].process.pid, offers[holder].addresses[number])

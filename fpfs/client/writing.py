@@ -17,7 +17,7 @@ from fpfs.client.container import Container, Record
 from fpfs.client.gathering import Source, Strip, check_sources, strips_of
 from fpfs.client.paths import default_threads
 from fpfs.client.peers import Peers
-from fpfs.client.plan import Piece, Place, Share
+from fpfs.client.plan import NO_PIECES, Piece, Place, Share
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
 
@@ -89,8 +89,7 @@ def write_share(share: Share, task: Task, container: Container, peers: Peers, ow
             if own_fd < 0:
                 os.close(fd)
     seconds = time.monotonic() - started
-    bytes_written = sum(piece.total_bytes for piece in share.pieces)
-    bytes_written += sum(container.text_part(number).bytes for number in share.texts)
+    bytes_written = share.bytes + sum(container.text_part(number).bytes for number in share.texts)
     return Done(Written(peers.rank, bytes_written, seconds, copied_bytes, threads), crcs)
 
 
@@ -174,7 +173,7 @@ def rest_of(numbers: Sequence[int], crcs: Sequence[dict[int, int]], container: C
         for record, offset in container.crc_places_in(number):
             at = text.start + (offset - text.offset)
             struct.pack_into("<L", container.text, at, whole[record])
-    return Share([], list(numbers))
+    return Share(NO_PIECES, list(numbers))
 
 
 def crc32_parts(

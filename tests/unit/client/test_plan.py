@@ -299,6 +299,12 @@ def test_shares_differ_by_a_block_and_a_few_bytes() -> None:
         waiting = len(file) - sum(shares)
         assert 0 < waiting < 2000
         assert max(shares) - min(shares) <= 4096 + waiting
+        # As it is planned, with all that rank 0 writes in the end.
+        plan = planned(container, Topology.regular(ranks), block_bytes=4096)
+        assert sum(plan.loads) == len(file)
+        assert max(plan.loads) - min(plan.loads) <= 4096
+        for share, load in zip(shares, plan.loads, strict=True):
+            assert abs(share - load) <= waiting
 
 
 def test_a_file_of_one_block_is_rank_0s() -> None:
