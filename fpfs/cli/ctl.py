@@ -16,6 +16,7 @@ from fpfs.cli.commands import top as live
 from fpfs.cli.commands import trace as tracing
 from fpfs.cli.commands import versions as former
 from fpfs.cli.commands.listing import ls
+from fpfs.cli.commands.plan import plan
 from fpfs.cli.commands.recovery import describe_recovery
 from fpfs.cli.commands.stat import stat
 from fpfs.cli.commands.status import STATUS_TIMEOUT_S, status
@@ -45,6 +46,7 @@ SURPLUS = dict.fromkeys(
         "tune",
         "trace",
         "top",
+        "plan",
     ),
     "there is one path",
 )
@@ -66,6 +68,7 @@ app.command(devices.app)
 app.command(tracing.trace)
 app.command(stat)
 app.command(ls)
+app.command(plan)
 app.command(live.top)
 app.command(status)
 

@@ -44,6 +44,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "fpfs-ctl top": ("fpfs-ctl top /ckpt",),
     "fpfs-ctl trace": ("fpfs-ctl trace /ckpt/run7/last.pt -o trace.json",),
     "fpfs-ctl tune": ("fpfs-ctl tune /ckpt", "fpfs-ctl tune --apply --bytes 2G /ckpt/run7"),
+    "fpfs-ctl plan": (
+        "fpfs-ctl plan /ckpt/run7/last.pt --ranks 4",
+        "fpfs-ctl plan --simulate 140G --ranks 64 --per-node 8 --writers node",
+    ),
     "fpfs-ctl policy": ("fpfs-ctl policy set /ckpt/run7 versions=2 commit=group",),
     "fpfs-ctl policy get": ("fpfs-ctl policy get /ckpt/run7",),
     "fpfs-ctl policy set": (

@@ -17,6 +17,7 @@ import msgspec
 
 from fpfs.cli.commands.drain import DrainReport
 from fpfs.cli.commands.listing import Listing
+from fpfs.cli.commands.plan import PlanReport
 from fpfs.cli.commands.policy import PoliciesApplied
 from fpfs.cli.commands.scrub import ScrubReport
 from fpfs.cli.commands.stat import FilesReport
@@ -46,6 +47,7 @@ PRINTED: Mapping[str, Any] = {
     "flush": Flushed,
     "fsck": CheckReport,
     "ls": Listing,
+    "plan": PlanReport,
     "policy apply": PoliciesApplied,
     "policy explain": PolicyExplained,
     "policy get": PolicyShown,

@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "flush": ("flush", "."),
     "stat": ("stat", "run/a.pt", "run/small"),
     "ls": ("ls", "run"),
+    "plan": ("plan", "--simulate", "64M", "--ranks", "4", "--per-node", "2", "--devices", "2"),
     "versions": ("versions", "run/small"),
     "restore": ("restore", "run/small@1"),
     "commit": ("commit", "groups/step1"),

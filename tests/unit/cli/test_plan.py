@@ -1,0 +1,112 @@
+"""``fpfs-ctl plan``: a file's plan is the one that its state has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fpfs import client
+from fpfs.cli import ctl
+from tests.support.states import large_state
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert ctl.main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("writers", ["replica", "socket", "node", "device"])
+def test_of_a_file_it_is_that_of_its_state(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, writers: Any
+) -> None:
+    state = large_state(seed=1)
+    client.save(state, tmp_path / "state.pt")
+    topology = client.Topology.regular(8, ranks_per_node=4, sockets_per_node=2, devices=3)
+    expected = client.Plan.build(state, topology, writers=writers).to_dict()
+    words = ["--ranks", "8", "--per-node", "4", "--sockets", "2", "--devices", "3"]
+    found = planned(capsys, str(tmp_path / "state.pt"), *words, "--writers", writers)
+    assert (found["file"], found["bytes"]) == (str(tmp_path / "state.pt"), expected["bytes"])
+    assert found["tensors"] == len(state)
+    for rank, other in zip(found["ranks"], expected["ranks"], strict=True):
+        assert rank["ranges"] == [each[:2] for each in other["ranges"]]
+        for name in ("rank", "node", "socket", "bytes"):
+            assert rank[name] == other[name]
+        assert sum(rank["device_bytes"].values()) == rank["bytes"]
+    # Chunks go to the devices in turn.
+    of_devices = [
+        sum(rank["device_bytes"][str(each)] for rank in found["ranks"]) for each in range(3)
+    ]
+    assert max(of_devices) - min(of_devices) <= 1024**2
+
+
+def test_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four parts of each tensor, with two ranks each: each rank writes half of its part."""
+    words = ["--simulate", "64M", "--tensors", "2", "--ranks", "8", "--shards", "4"]
+    ranks = planned(capsys, *words)["ranks"]
+    assert max(rank["bytes"] for rank in ranks) - min(rank["bytes"] for rank in ranks) < 2000
+    # Rank 5 has what rank 1 has.
+    (first, end), (begin, _) = ranks[1]["ranges"][0], ranks[5]["ranges"][0]
+    assert first + end < begin + 32 * 1024**2
+    covered = sorted(tuple(each) for rank in ranks for each in rank["ranges"])
+    at = 0
+    for offset, count in covered:
+        assert offset == at
+        at += count
+
+
+def test_many_ranks_are_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--simulate", "1G", "--ranks", "40"]
+    assert ctl.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "a simulated state: 1.00 GiB in 400 tensors: 40 of 40 ranks write 25.0 MiB to 26.0 MiB each"
+        " (replica)"
+    )
+    assert lines[-1] == "  and 24 more ranks: --all shows them"
+    assert len(lines) == 2 + 16 + 1
+    assert ctl.main([*words, "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "plan: no file is named; name one, or --simulate 14G"),
+        (["{}/none.pt"], "plan of {}/none.pt: No such file or directory; name a checkpoint"),
+        (["{}"], "plan of {}: this is no file; name a checkpoint"),
+        (["{}/text"], "plan of {}/text: torch.save did not write this; name a checkpoint"),
+        (["{}/empty.pt"], "plan of {}/empty.pt: it has no tensors; name a checkpoint"),
+        (
+            ["{}/text", "--simulate", "1G"],
+            "plan of {}/text: there is a file; leave --simulate out",
+        ),
+        (
+            ["--simulate", "1G", "--writers", "all"],
+            "plan: --writers is one of replica, socket, node, device, not all; see --help",
+        ),
+        (
+            ["--simulate", "1G", "--shards", "3"],
+            "plan --shards 3: 8 ranks cannot have as many of each part; take a divisor of --ranks",
+        ),
+        (
+            ["--simulate", "1K", "--tensors", "2000"],
+            "plan --tensors 2000: 1K is not enough for as many; take fewer, and 1 at least",
+        ),
+        (
+            ["--simulate", "1G", "--per-node", "0"],
+            "plan: a topology has one rank per node at least, not 0; see --help",
+        ),
+    ],
+)
+def test_what_cannot_be_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str
+) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save({"step": 1}, tmp_path / "empty.pt")
+    folder = str(tmp_path)
+    assert ctl.main(["plan", *(word.format(folder) for word in words), "--ranks", "8"]) == 1
+    assert capsys.readouterr().err == f"fpfs-ctl: {said.replace('{}', folder)}\n"
