@@ -1,9 +1,8 @@
-"""Sharded tensors that ranks of one machine read from each other's memory to write them.
+"""Tensors cut along an inner dimension: ranks of one machine read them from each other's memory.
 
-Of those cut along an inner dimension a rank's part is many short runs of the file. If each wrote
-its own runs, a save would take ten times as long; so a rank that writes a range of such a tensor
-copies from every rank's memory what belongs there (process_vm_readv(2)), which each leaves as it is
-until all have written. Small tensors are read as well: each is one rank's then, with its header.
+A rank's part is many short runs of the file then. If each wrote its own runs, a save would take ten
+times as long; so a rank that writes a range of such a tensor copies from every rank's memory what
+belongs there (process_vm_readv(2)), which each leaves as it is until all have written.
 
 The kernel lets a process read another of the same user, unless one has changed its user or a
 sandbox forbids it. Where it does not, each rank writes its own runs.
@@ -20,7 +19,6 @@ import msgspec
 from fpfs.client.boxes import box_of, runs_of
 from fpfs.client.container import Container, Record
 from fpfs.client.peers import GONE, Peers, Process, RankFailed
-from fpfs.client.plan import is_gathered
 from fpfs.core.transfers import allow_reading, read_process
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class Offered:
         self.addresses: dict[int, int] = {}
         self._owners = []
         for number, sharded in container.sharded:
-            if is_gathered(sharded.sharding):
+            if not sharded.sharding.is_one_run:
                 local = sharded.local.cpu()
                 self._owners.append(local)
                 self.addresses[number] = local.data_ptr()
@@ -55,24 +53,23 @@ class Offered:
             allow_reading()
 
 
-def can_gather(
-    processes: Sequence[Process], addresses: Sequence[dict[int, int]], container: Container
-) -> bool:
-    """Whether ranks can read each other's memory, as far as this one can try.
+def can_gather(processes: Sequence[Process], addresses: Sequence[dict[int, int]]) -> bool:
+    """Whether there is something to gather, and ranks can read it, as far as this one can try.
 
     processes, addresses: of each rank, this process among them.
     """
+    if not addresses[0]:
+        return False
     for rank, (process, own) in enumerate(zip(processes, addresses, strict=True)):
         # Some memory cannot be read, as what is shared with a device.
-        why = _unreadable(process, [address for address in own.values() if address])
+        why = _unreadable(process, filter(None, own.values()))
         if why:
-            if any(not sharded.sharding.is_one_run for _, sharded in container.sharded):
-                logger.warning(
-                    "the memory of rank %d cannot be read (%s): tensors that are sharded along an"
-                    " inner dimension are saved in small pieces, slowly",
-                    rank,
-                    why,
-                )
+            logger.warning(
+                "the memory of rank %d cannot be read (%s): tensors that are sharded along an"
+                " inner dimension are saved in small pieces, slowly",
+                rank,
+                why,
+            )
             return False
     return True
 

@@ -5,8 +5,8 @@ have a replica. So bytes are sorted by who has them. Each set of ranks divides w
 those of fewest ranks first, and then so that all ranks have written the same in the end. Shares are
 cut at multiples of a block of the file; where all have all, they differ by one block at most.
 
-Where parts of a tensor are many short runs in the file, or the tensor is small, ranks that can read
-each other's memory write ranges of the whole instead, as if all had all of it.
+Where parts of a tensor are many short runs in the file, ranks that can read each other's memory
+write ranges of the whole instead, as if all had all of it.
 
 Each rank makes the same plan from what it has itself, and so knows its share: only where the
 records begin, and where the file ends, is rank 0's to tell. The plan of 4,096 ranks for a million
@@ -29,10 +29,6 @@ import numpy as np
 from fpfs.client.boxes import Ints, Sharding, runs_of
 from fpfs.client.topology import WRITERS, Topology, Writers
 from fpfs.core.units import format_size
-
-GATHERED_BYTES = 1024 * 1024
-"""Tensors up to so large are read from ranks that have parts of them. If each rank wrote its part,
-rank 0 would have to write the header behind each of them in the end."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +109,7 @@ class Place(NamedTuple):
     bytes: int
     """Of the file."""
     gathers: bool
-    """Whether ranks can read each other's memory."""
+    """Whether ranks can read each other's memory, and have to."""
 
 
 class _Stream:
@@ -259,8 +255,10 @@ class Plan:
             raise ValueError(f"writers is one of {', '.join(WRITERS)}, not {writers!r}")
         container = lay_out(state, whole=True)
         check_whole(container, topology.ranks)
-        place = Place(container.origin, container.bytes, gathers=topology.is_one_node)
-        return Plan(container.records(), topology, place, writers)
+        records = container.records()
+        has_short_runs = any(not sharding.is_one_run for sharding in records.shardings)
+        gathers = topology.is_one_node and has_short_runs
+        return Plan(records, topology, Place(container.origin, container.bytes, gathers), writers)
 
     def ranges(self, rank: int) -> list[tuple[int, int, int, int]]:
         """Return what a rank writes of the file: offset, bytes, count and step of equal runs.
@@ -367,7 +365,9 @@ class Plan:
 
     def _gathered_shardings(self) -> list[int]:
         return [
-            index for index, sharding in enumerate(self.records.shardings) if is_gathered(sharding)
+            index
+            for index, sharding in enumerate(self.records.shardings)
+            if not sharding.is_one_run
         ]
 
     def _extents(self, indices: Ints) -> Ints:
@@ -411,13 +411,6 @@ class Plan:
         return whole[np.argsort(whole[:, 2], kind="stable")]
 
 
-def is_gathered(sharding: Sharding) -> bool:
-    """Whether ranks had better read a tensor from each other's memory, if they can."""
-    if len(sharding.holders) == 1:
-        return False
-    return not sharding.is_one_run or sharding.bytes <= GATHERED_BYTES
-
-
 def _dealt(total: int, loads: Ints, block_bytes: int, *, head: int = 0) -> Ints:
     """Where each one's part of `total` bytes ends, so that their loads become the same.
 
@@ -443,4 +436,4 @@ def _dealt(total: int, loads: Ints, block_bytes: int, *, head: int = 0) -> Ints:
     return np.cumsum(parts + counts * block_bytes)
 
 
-__all__ = ["NO_PIECES", "Piece", "Place", "Plan", "Records", "Share", "is_gathered"]
+__all__ = ["NO_PIECES", "Piece", "Place", "Plan", "Records", "Share"]

@@ -219,7 +219,6 @@ class _Coordinator:
             gathers=can_gather(
                 [offer.process for offer in offers],
                 [offer.addresses for offer in offers],
-                container,
             ),
         )
         self._plan = self._planning.plan(place)

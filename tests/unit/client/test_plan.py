@@ -232,11 +232,8 @@ def columns(ranks: int, shape: tuple[int, ...]) -> Sharding:
     return Sharding(shape, 1, Mesh((ranks,), range(ranks)), ((0, 1),))
 
 
-def test_columns_are_gathered_by_ranks_that_write_equal_shares(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_columns_are_gathered_by_ranks_that_write_equal_shares() -> None:
     """Of columns everybody writes rows, and rows are still written by those who have them."""
-    monkeypatch.setattr(planning, "GATHERED_BYTES", 0)
     state = {name: random_tensor(torch.uint8, (300, 400), seed=1) for name in ("columns", "rows")}
     of_tensors = {"columns": columns(3, (300, 400)), "rows": rows([0, 1, 2], (300, 400))}
     plan = planned(
@@ -248,19 +245,6 @@ def test_columns_are_gathered_by_ranks_that_write_equal_shares(
         assert [piece.count for piece in pieces] == [1, 1]
         assert pieces[0].bytes == pytest.approx(40_000, abs=1500)
         assert pieces[1].bytes == 40_000
-
-
-def test_small_tensors_are_gathered_with_their_headers() -> None:
-    """Nothing but the directory, and a header for each cut, waits for all ranks."""
-    count, ranks = 500, 4
-    state = {f"tensor{number}": torch.zeros(64, 8, dtype=torch.uint8) for number in range(count)}
-    of_tensors = dict.fromkeys(state, rows(list(range(ranks)), (64, 8)))
-    container = as_rank(state, of_tensors, 0)
-    plan = planned(container, Topology.regular(ranks), block_bytes=512, gathers=True)
-    assert plan.gathered == list(range(count))
-    assert len(plan.rest) <= ranks
-    apart = planned(container, Topology.regular(ranks), block_bytes=512, gathers=False)
-    assert len(apart.rest) == count
 
 
 @pytest.mark.parametrize(
