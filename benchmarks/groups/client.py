@@ -25,24 +25,25 @@ from benchmarks.places import (
     state_bytes,
     sync,
 )
-from benchmarks.worker import Worker
+from benchmarks.worker import Worker, together
 
 ROTATED = 2
 """Names that checkpoints take turns at."""
 FILE = "state.pt"
 
 
-def _rotating(
+def rotating(
     name: str,
     *,
-    worker: Worker,
+    workers: Sequence[Worker],
     folder: Path,
     total_bytes: int,
     settle: Callable[[], None],
     command: str,
     **options: Any,
 ) -> Contender:
-    names = itertools.cycle(folder / f"{command}{number}.pt" for number in range(ROTATED))
+    """A contender whose workers save together, to each of some names in turn."""
+    names = itertools.cycle(folder / f"{name}{number}.pt" for number in range(ROTATED))
     turn = next(names)
 
     def prepare() -> None:
@@ -54,8 +55,9 @@ def _rotating(
             settle()
 
     def play() -> float:
-        timing = worker.call(command, path=str(turn), **options)
-        return total_bytes / timing.seconds / 1e9
+        arguments = {"path": str(turn), **options}
+        of_all = {key: [value] * len(workers) for key, value in arguments.items()}
+        return total_bytes / together(workers, command, **of_all) / 1e9
 
     # Until all that is replaced takes new bytes.
     for _ in range(2 * ROTATED):
@@ -83,12 +85,12 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         limit()
         entries: list[Entry] = [
             Contender(name="fio, overwriting", play=limit, settle=sync),
-            _rotating("fpfs.client", worker=worker, command="save_client", **on_fpfs),
-            _rotating("torch.save to fpfs", worker=worker, command="save", fsync=True, **on_fpfs),
-            _rotating("DCP", worker=worker, command="save_dcp", **on_plain),
-            _rotating(
+            rotating("fpfs.client", workers=[worker], command="save_client", **on_fpfs),
+            rotating("torch.save to fpfs", workers=[worker], command="save", fsync=True, **on_fpfs),
+            rotating("DCP", workers=[worker], command="save_dcp", **on_plain),
+            rotating(
                 "torch_checkpointing",
-                worker=worker,
+                workers=[worker],
                 command="save_torch_checkpointing",
                 direct=False,
                 fsync=True,
@@ -101,8 +103,8 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         else:
             other = stack.enter_context(bench.worker(tensors=tensors, python=python))
             entries.append(
-                _rotating(
-                    "DeepSpeed", worker=other, command="save_deepspeed", legacy=True, **on_plain
+                rotating(
+                    "DeepSpeed", workers=[other], command="save_deepspeed", legacy=True, **on_plain
                 )
             )
         yield entries
@@ -114,7 +116,7 @@ def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
     tensors = 2 * bench.scale.tensors
     with bench.fpfs() as mount, bench.worker(tensors=tensors) as worker:
         common: dict[str, Any] = {
-            "worker": worker,
+            "workers": [worker],
             "folder": mount.path,
             "settle": mount.flush,
             "total_bytes": state_bytes(tensors),
@@ -130,8 +132,8 @@ def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
             return dataclasses.replace(contender, play=play)
 
         yield [
-            counted(_rotating("fpfs.client", command="save_client", **common)),
-            counted(_rotating("torch.save to fpfs", command="save", fsync=True, **common)),
+            counted(rotating("fpfs.client", command="save_client", **common)),
+            counted(rotating("torch.save to fpfs", command="save", fsync=True, **common)),
         ]
 
 

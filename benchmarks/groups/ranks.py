@@ -7,13 +7,11 @@ each rank; and in the lab, where devices are slower than ranks and their number 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from benchmarks.framework import Bound, Contender, Entry, Group
-from benchmarks.groups.client import ROTATED
+from benchmarks.groups.client import rotating
 from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S, WIDTHS
 from benchmarks.peers import fio
 from benchmarks.places import Bench, FpfsMount, state_bytes, sync
@@ -32,28 +30,6 @@ def _group(bench: Bench, size: int, *, tensors: int, layout: str) -> Iterator[Se
         together(workers, "join", rank=range(size), size=[size] * size, port=[port] * size)
         together(workers, "lay_out", layout=[layout] * size)
         yield workers
-
-
-def _rotating(
-    name: str,
-    workers: Sequence[Worker],
-    *,
-    folder: Path,
-    total_bytes: int,
-    settle: Callable[[], None],
-    command: str = "save_client",
-) -> Contender:
-    names = itertools.cycle(f"{folder / name}{number}.pt" for number in range(ROTATED))
-
-    def play() -> float:
-        seconds = together(workers, command, path=[next(names)] * len(workers))
-        return total_bytes / seconds / 1e9
-
-    # Until all that is replaced takes new bytes.
-    for _ in range(2 * ROTATED):
-        play()
-        settle()
-    return Contender(name=name, play=play, settle=settle)
 
 
 @contextlib.contextmanager
@@ -77,19 +53,20 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         ):
             workers = stack.enter_context(_group(bench, size, tensors=tensors, layout=layout))
             entries.append(
-                _rotating(
+                rotating(
                     name,
-                    workers,
+                    workers=workers,
                     folder=mount.path,
                     total_bytes=total_bytes,
                     settle=mount.flush,
+                    command="save_client",
                 )
             )
             if layout == "rows":
                 entries.append(
-                    _rotating(
+                    rotating(
                         "DCP, 2 ranks, rows",
-                        workers,
+                        workers=workers,
                         folder=plain,
                         total_bytes=total_bytes,
                         settle=sync,

@@ -101,25 +101,7 @@ def save(
     with peers_of(group, timeout_s=timeout_s) as peers:
         name = resolve(path)
         try:
-            container = lay_out(state, whole=peers.is_group)
-            planning = Planning(container, peers, plan)
-            offered = Offered(container)
-            offer = _Offer(
-                path=os.fsencode(name),
-                tensors=len(container.tensors),
-                bytes_of_storages=int(planning.records.sizes.sum()),
-                records=planning.records.digest,
-                plan=planning.digest,
-                process=Process.own(),
-                addresses=offered.addresses,
-            )
-            with _Coordinator(
-                name, container, planning, peers, durable=durable, started=started
-            ) as coordinator:
-                task = peers.exchange("share", offer, coordinator.divide, of=Task)
-                share = planning.plan(task.place).share(peers.rank)
-                part = write_share(share, task, container, peers, coordinator.fd)
-                finished = peers.exchange("part", part, coordinator.finish, of=_Finished)
+            finished = _save(state, name, peers, plan, durable=durable, started=started)
         except RankFailed as error:
             if error.rank == 0 and error.gone:
                 # It made the file, and would have removed it. The mount may have gone with it.
@@ -140,6 +122,31 @@ def save(
         durable=durable,
         written=finished.written,
     )
+
+
+def _save(
+    state: Any, name: str, peers: Peers, plan: Plan | None, *, durable: bool, started: float
+) -> _Finished:
+    """What each rank does."""
+    container = lay_out(state, whole=peers.is_group)
+    planning = Planning(container, peers, plan)
+    offered = Offered(container)
+    offer = _Offer(
+        path=os.fsencode(name),
+        tensors=len(container.tensors),
+        bytes_of_storages=int(planning.records.sizes.sum()),
+        records=planning.records.digest,
+        plan=planning.digest,
+        process=Process.own(),
+        addresses=offered.addresses,
+    )
+    with _Coordinator(
+        name, container, planning, peers, durable=durable, started=started
+    ) as coordinator:
+        task = peers.exchange("share", offer, coordinator.divide, of=Task)
+        share = planning.plan(task.place).share(peers.rank)
+        part = write_share(share, task, container, peers, coordinator.fd)
+        return peers.exchange("part", part, coordinator.finish, of=_Finished)
 
 
 class _Offer(msgspec.Struct):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import torch.distributed as dist
 
 import fpfs
 from fpfs import client
+from fpfs.cli import ctl
+from fpfs.client import Plan, Topology
 from fpfs.client.replacement import PREFIX
 from fpfs.core import transfers
 from fpfs.core.protocol.reports import FileStatus
@@ -130,6 +134,39 @@ def test_a_group_reads_each_byte_once(own: Mount, forks: Worlds, how: str, times
     assert forks.start(3, load_together, path, how).values() == [True] * 3
     after = sum(device.bytes_read for device in own.status().devices)
     assert (after - before) / path.stat().st_size == pytest.approx(times, rel=0.2)
+
+
+def save_by_a_plan(path: str) -> list[list[int]]:
+    """As a rank: as many write as the mount has devices; returns what each wrote."""
+    topology = Topology.of(path)
+    assert (topology.devices, topology.chunk_bytes) == (2, MEBIBYTE)
+    state = large_state(seed=6)
+    plan = Plan.build(state, topology, writers="device")
+    saved = client.save(state, path, plan=plan, durable=True)
+    return [[written.rank, written.bytes] for written in saved.written]
+
+
+def test_as_many_ranks_write_as_there_are_devices(
+    capsys: pytest.CaptureFixture[str], forks: Worlds
+) -> None:
+    with mounted(devices=2) as mount:
+        path = mount.root / "state.pt"
+        (written, *others) = forks.start(4, save_by_a_plan, path).values()
+        assert others == [written] * 3
+        assert [rank for rank, _ in written] == [0, 2]
+        assert same(torch.load(path), large_state(seed=6))
+        # The command tells the same, and how much of it is on which device.
+        words = ["plan", str(path), "--ranks", "4", "--writers", "device", "--json"]
+        assert ctl.main(words) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        assert [[rank["rank"], rank["bytes"]] for rank in ranks if rank["bytes"]] == written
+        where: Counter[str] = Counter()
+        for rank in ranks:
+            where.update(rank["device_bytes"])
+        assert where.total() == path.stat().st_size
+        for device in mount.status().devices:
+            # In whole blocks of 64 KiB.
+            assert 0 <= device.bytes_used - where[str(device.number)] < 2 * 65536
 
 
 def save_and_save(path: str, step: int) -> None:
