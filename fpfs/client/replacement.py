@@ -21,17 +21,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import secrets
 import stat
 from types import TracebackType
 
 from fpfs.core.mounts import mount_containing
+from fpfs.core.temporary_names import is_temporary, make_temporary
 from fpfs.core.transfers import reserve_file
 
-PREFIX = ".fpfs-save-"
-TOKEN_DIGITS = 16
-NAME_BYTES_MAX = 255
 TRIES = 100
 
 
@@ -138,7 +134,7 @@ class Replacement:
 
     def _create(self, mode: int) -> None:
         for _ in range(TRIES):
-            self._temporary = PREFIX + secrets.token_hex(TOKEN_DIGITS // 2) + _tail(self._name)
+            self._temporary = os.fsdecode(make_temporary(os.fsencode(self._name)))
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._temporary, flags, mode, dir_fd=self._directory_fd)
             if self._lock():
@@ -185,20 +181,12 @@ def remove_left(path: str) -> None:
         os.close(directory_fd)
 
 
-def _tail(name: str) -> str:
-    """How the temporary name of a name ends: as the name does, if need be without its begin."""
-    bytes_max = NAME_BYTES_MAX - len(PREFIX) - TOKEN_DIGITS - 1
-    return "." + os.fsdecode(os.fsencode(name)[-bytes_max:])
-
-
 def _remove_left(directory_fd: int, name: str) -> None:
-    left = re.compile(
-        re.escape(PREFIX) + rf"[0-9a-f]{{{TOKEN_DIGITS}}}" + re.escape(_tail(name)), re.DOTALL
-    )
-    for found in filter(left.fullmatch, os.listdir(directory_fd)):
-        # What is gone meanwhile, another user's, being written, or no file is left alone.
-        with contextlib.suppress(OSError):
-            _remove_unlocked(directory_fd, found)
+    for found in os.listdir(directory_fd):
+        if is_temporary(os.fsencode(found), os.fsencode(name)):
+            # What is gone meanwhile, another user's, being written, or no file is left alone.
+            with contextlib.suppress(OSError):
+                _remove_unlocked(directory_fd, found)
 
 
 def _remove_unlocked(directory_fd: int, name: str) -> None:

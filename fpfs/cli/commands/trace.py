@@ -35,8 +35,9 @@ def trace(
 ) -> int:
     """Trace the next save of FILE, from its opening until it is durable, as a timeline.
 
-    FILE need not exist yet: the command waits until somebody opens it for writing. Of a program
-    that writes another name first and renames it (FILE.tmp), name that one. The output is read by
+    FILE need not exist yet: the command waits until somebody opens it for writing, or fpfs.save
+    writes it. Of another program that writes another name first and renames it (FILE.tmp), name
+    that one. The output is read by
     ui.perfetto.dev and chrome://tracing: requests, chunks in staging, what each device had in its
     queue, flushes, commit steps. Ctrl-C ends it; a save under way is written as far as it was seen.
 

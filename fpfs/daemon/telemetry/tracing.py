@@ -23,7 +23,8 @@ from fpfs.core.errors import BusyFile, NoSuchEntry
 from fpfs.core.protocol.questions import BeginTrace, EndTrace, ReadTrace
 from fpfs.core.protocol.reports import Flushed
 from fpfs.core.protocol.trace import CommitStep, TraceBegun, TraceEvent, TraceRead, TraceState
-from fpfs.daemon.catalog.rows.dirents import look_up
+from fpfs.core.temporary_names import is_temporary
+from fpfs.daemon.catalog.rows.dirents import first_name, look_up
 from fpfs.daemon.commit.lag import StepKind
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fpfs.core.engine import Engine
     from fpfs.core.protocol.questions import Handler, Question
     from fpfs.daemon.catalog.database import Catalog
+    from fpfs.daemon.catalog.executor import Transaction
     from fpfs.daemon.commit.pipeline import Commit
     from fpfs.daemon.inodes.table import Inode
     from fpfs.daemon.names.namespace import Namespace
@@ -58,6 +60,16 @@ class _Trace:
         self.state = TraceState.WAITING
         self.has_more = False
         self.asked_s = trio.current_time()
+
+    def is_of(self, transaction: Transaction, ino: int) -> bool:
+        """Whether an inode has the name, or one that fpfs.save gives what will have it."""
+        row = look_up(transaction, self.directory, self.name)
+        if row is not None and row.ino == ino:
+            return True
+        first = first_name(transaction, ino)
+        return (
+            first is not None and first[0] == self.directory and is_temporary(first[1], self.name)
+        )
 
 
 class Tracing:
@@ -156,8 +168,8 @@ class Tracing:
         trace = self._trace
         if trace is None or trace.ino:
             return
-        row = await self._catalog.read(lambda t: look_up(t, trace.directory, trace.name))
-        if row is None or row.ino != inode.ino or self._trace is not trace or trace.ino:
+        is_it = await self._catalog.read(lambda t: trace.is_of(t, inode.ino))
+        if not is_it or self._trace is not trace or trace.ino:
             return
         trace.ino = inode.ino
         trace.opened_ns = time.monotonic_ns()

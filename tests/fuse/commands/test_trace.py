@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fpfs import client
 from fpfs.cli.commands.trace import BEGUN, WAITING
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support.chrome_traces import check_format, spans_of
@@ -121,6 +123,20 @@ def test_a_save_under_another_name_that_is_renamed(shared: Mount, tmp_path: Path
         s for s in spans_of(document(tmp_path / "trace.json"), "request") if s.name == "WRITE"
     ]
     assert sum(span.about["length"] for span in writes) == SIZE
+
+
+def test_a_save_by_the_client(shared: Mount, tmp_path: Path) -> None:
+    """It writes a temporary name of its own, which nobody could tell beforehand."""
+    file, output = shared.root / "client.pt", tmp_path / "trace.json"
+    for _ in range(2):  # the second one replaces the first
+        with tracing(file, output) as process:
+            client.save({"other": 1}, shared.root / "other client.pt")
+            client.save({"weight": torch.zeros(SIZE, dtype=torch.uint8)}, file)
+            stdout, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+        assert f"{output}: {file}, durable after " in stdout
+        writes = [span for span in spans_of(document(output), "request") if span.name == "WRITE"]
+        assert sum(span.about["length"] for span in writes) == file.stat().st_size
 
 
 def test_nothing_is_written_where_nobody_saves(shared: Mount, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ import fpfs
 from fpfs import client
 from fpfs.cli import ctl
 from fpfs.client import Plan, Topology
-from fpfs.client.replacement import PREFIX
 from fpfs.core import transfers
 from fpfs.core.protocol.reports import FileStatus
+from fpfs.core.temporary_names import PREFIX
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.failures.damage import blocks_of, flip
 from tests.support.failures.faults import MEBIBYTE, faulty_mount
@@ -316,4 +316,4 @@ def test_damaged_bytes_are_not_loaded() -> None:
         flip(damaged.path, damaged.offset + 77)
         mount.remount()
         assert same(client.load(path), state)
-        assert not [name for name in os.listdir(mount.root) if name.startswith(PREFIX)]
+        assert not [name for name in os.listdir(mount.root) if os.fsencode(name).startswith(PREFIX)]

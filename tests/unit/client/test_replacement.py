@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fpfs.client.replacement import PREFIX, Replacement
+from fpfs.client.replacement import Replacement
+from fpfs.core.temporary_names import PREFIX
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
             # One that is being written stays.
             replace(target, b"new")
             assert len(names(tmp_path)) == 2
-        (left,) = (name for name in names(tmp_path) if name.startswith(PREFIX))
+        (left,) = (name for name in names(tmp_path) if os.fsencode(name).startswith(PREFIX))
         assert left.endswith(f".{target.name}")
         replace(path if target == other else other, b"not its own")
         assert left in names(tmp_path)
@@ -106,12 +107,12 @@ def test_several_processes_replace_one_name(tmp_path: Path) -> None:
 
 def test_what_else_bears_such_a_name_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    left = [tmp_path / f"{PREFIX}{number:016x}.state.pt" for number in range(4)]
+    left = [tmp_path / f"{PREFIX.decode()}{number:016x}.state.pt" for number in range(4)]
     left[0].mkdir()
     os.mkfifo(left[1])
     left[2].symlink_to(left[2])
     left[3].symlink_to("/dev/zero")
-    other = tmp_path / f"{PREFIX}not-a-number-01.state.pt"
+    other = tmp_path / f"{PREFIX.decode()}not-a-number-01.state.pt"
     other.touch()
     replace(path, b"new")
     assert names(tmp_path) == sorted(each.name for each in (path, other, *left))

@@ -452,10 +452,16 @@ def path_of(transaction: Transaction, ino: int) -> bytes:
 
 def _name_of(transaction: Transaction, ino: int) -> tuple[int, bytes] | None:
     """Return the directory and the name of an entry for an inode."""
-    query = "SELECT parent, name FROM names WHERE"
-    # An entry that was made with its inode has the same number.
-    for place in ("cookie = ?1 AND ino = ?1", "ino = ?1"):
-        row = transaction.execute(f"{query} {place} LIMIT 1", (ino,)).fetchone()
-        if row is not None:
-            return int(row[0]), bytes(row[1])
-    return None
+    row = first_name(transaction, ino)
+    if row is None:
+        query = "SELECT parent, name FROM names WHERE ino = ? LIMIT 1"
+        row = transaction.execute(query, (ino,)).fetchone()
+    return None if row is None else (int(row[0]), bytes(row[1]))
+
+
+def first_name(transaction: Transaction, ino: int) -> tuple[int, bytes] | None:
+    """Return the directory and the name that an inode was made with, if it still has that name."""
+    # The entry has the same number.
+    query = "SELECT parent, name FROM names WHERE cookie = ?1 AND ino = ?1"
+    row = transaction.execute(query, (ino,)).fetchone()
+    return None if row is None else (int(row[0]), bytes(row[1]))

@@ -1,0 +1,32 @@
+"""The names of files that fpfs.save writes, until they take the name that they are for.
+
+A temporary name ends as the name does: the mount's policy for the name is the policy for both. A
+name that is too long for that lacks its begin there.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+PREFIX = b".fpfs-save-"
+_TOKEN_DIGITS = 16
+_NAME_BYTES_MAX = 255
+
+
+def make_temporary(name: bytes) -> bytes:
+    """Return a new temporary name for a name in the same directory."""
+    return PREFIX + secrets.token_hex(_TOKEN_DIGITS // 2).encode() + _tail(name)
+
+
+def is_temporary(found: bytes, name: bytes) -> bool:
+    """Whether `found` is a temporary name for `name`."""
+    token = rb"[0-9a-f]{%d}" % _TOKEN_DIGITS
+    return bool(re.fullmatch(re.escape(PREFIX) + token + re.escape(_tail(name)), found, re.DOTALL))
+
+
+def _tail(name: bytes) -> bytes:
+    return b"." + name[-(_NAME_BYTES_MAX - len(PREFIX) - _TOKEN_DIGITS - 1) :]
+
+
+__all__ = ["PREFIX", "is_temporary", "make_temporary"]
