@@ -239,6 +239,12 @@ class Commands:
         else:
             torch.load(path)
 
+    def load_into(self, *, path: str) -> None:
+        """Load with fpfs into the state, of DTensors what this rank has."""
+        from fpfs.client import load
+
+        load(path, into=self._state)
+
     def load(self, *, path: str, mmap: bool) -> None:
         """torch.load, every tensor summed."""
         import torch

@@ -97,16 +97,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
                 **on_plain,
             ),
         ]
-        python = deepspeed_python()
-        if isinstance(python, Missing):
-            entries.append(python)
-        else:
-            other = stack.enter_context(bench.worker(tensors=tensors, python=python))
-            entries.append(
-                rotating(
-                    "DeepSpeed", workers=[other], command="save_deepspeed", legacy=True, **on_plain
-                )
-            )
+        entries.append(_deepspeed(bench, stack, plain, tensors=tensors))
         yield entries
 
 
@@ -114,13 +105,12 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
 def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
     """Seconds of processor time for each GiB that is saved, of the whole machine."""
     tensors = 2 * bench.scale.tensors
-    with bench.fpfs() as mount, bench.worker(tensors=tensors) as worker:
-        common: dict[str, Any] = {
-            "workers": [worker],
-            "folder": mount.path,
-            "settle": mount.flush,
-            "total_bytes": state_bytes(tensors),
-        }
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        common: dict[str, Any] = {"total_bytes": state_bytes(tensors)}
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
 
         def counted(contender: Contender) -> Contender:
             def play() -> float:
@@ -131,10 +121,32 @@ def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
 
             return dataclasses.replace(contender, play=play)
 
-        yield [
-            counted(rotating("fpfs.client", command="save_client", **common)),
-            counted(rotating("torch.save to fpfs", command="save", fsync=True, **common)),
+        saves = [
+            rotating("fpfs.client", workers=[worker], command="save_client", **on_fpfs),
+            rotating("torch.save to fpfs", workers=[worker], command="save", fsync=True, **on_fpfs),
         ]
+        entries: list[Entry] = [counted(save) for save in saves]
+        deepspeed = _deepspeed(bench, stack, plain, tensors=tensors)
+        entries.append(deepspeed if isinstance(deepspeed, Missing) else counted(deepspeed))
+        yield entries
+
+
+def _deepspeed(
+    bench: Bench, stack: contextlib.ExitStack, plain: Path, *, tensors: int
+) -> Contender | Missing:
+    """DeepSpeed's writer, which has an interpreter of its own."""
+    python = deepspeed_python()
+    if isinstance(python, Missing):
+        return python
+    return rotating(
+        "DeepSpeed",
+        workers=[stack.enter_context(bench.worker(tensors=tensors, python=python))],
+        folder=plain,
+        total_bytes=state_bytes(tensors),
+        settle=sync,
+        command="save_deepspeed",
+        legacy=True,
+    )
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from benchmarks.framework import Bound, Contender, Entry, Group
-from benchmarks.groups.client import rotating
+from benchmarks.groups.client import FILE, rotating
 from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S, WIDTHS
 from benchmarks.peers import fio
-from benchmarks.places import Bench, FpfsMount, state_bytes, sync
+from benchmarks.places import Bench, FpfsMount, drop_caches, state_bytes, sync
 from benchmarks.worker import Worker, together
 
 RANKS = (2, 4)
@@ -77,6 +77,39 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
 
 
 @contextlib.contextmanager
+def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """Two ranks load one file at once, cold: each all of it, or each its rows."""
+    tensors = bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        with bench.worker(tensors=tensors) as writer:
+            for folder in (plain, mount.path):
+                writer.call("save_client", path=str(folder / FILE))
+
+        def loader(name: str, layout: str, command: str, **options: object) -> Contender:
+            workers = stack.enter_context(_group(bench, 2, tensors=tensors, layout=layout))
+            arguments = {"path": str(mount.path / FILE), **options}
+
+            def play() -> float:
+                of_all = {key: [value] * len(workers) for key, value in arguments.items()}
+                return total_bytes / together(workers, command, **of_all) / 1e9
+
+            play()  # touches fresh memory
+            return Contender(name=name, play=play, prepare=drop_caches)
+
+        yield [
+            Contender(
+                name="fio", play=lambda: fio.read_gb_per_s(plain / FILE), prepare=drop_caches
+            ),
+            loader("2 ranks, each all", "replicas", "load_only", client=True),
+            loader("2 ranks, each all, in place", "replicas", "load_into"),
+            loader("2 ranks, each its rows", "rows", "load_into"),
+        ]
+
+
+@contextlib.contextmanager
 def _lab(bench: Bench) -> Iterator[Sequence[Entry]]:
     """One mount for each width, all over the same four devices, one at work at a time."""
     tensors = bench.scale.tensors_lab // 2
@@ -134,6 +167,17 @@ GROUPS = (
             Bound(contender="2 ranks, rows", peer="fio, overwriting", figure=0.90),
             Bound(contender="2 ranks, columns", peer="fio, overwriting", figure=0.90),
             Bound(contender="2 ranks, rows", peer="DCP, 2 ranks, rows", figure=2.0),
+        ),
+    ),
+    Group(
+        name="client-load-ranks",
+        title="fpfs.load by ranks of a group at once, page cache dropped",
+        unit="GB/s",
+        open=_loads,
+        bounds=(
+            Bound(contender="2 ranks, each all", peer="fio", figure=0.95),
+            Bound(contender="2 ranks, each all, in place", peer="fio", figure=0.95),
+            Bound(contender="2 ranks, each its rows", peer="fio", figure=0.95),
         ),
     ),
     Group(

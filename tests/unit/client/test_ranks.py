@@ -321,6 +321,9 @@ def save_by_some(path: str) -> list[str]:
     if rank == 0:
         with pytest.raises(client.RankFailed, match="did not call save within 0 s"):
             client.save({}, path, timeout_s=0.1)
+        with pytest.raises(client.RankFailed, match="did not call Topology.of within 0 s"):
+            Topology.of(timeout_s=0.1)
+    assert Topology.of(group=client.ALONE).ranks == (0,)
     return said
 
 
