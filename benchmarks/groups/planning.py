@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.places import Bench
 from fpfs.client.boxes import Mesh, Sharding
-from fpfs.client.plan import Place, Plan, Records
+from fpfs.client.plan import Plan, Records
 from fpfs.client.topology import Topology
 
 TENSORS = 1_000_000
@@ -42,10 +42,12 @@ def plan_once(replicas: int) -> None:
         sharding_of = random.integers(0, SHAPES, TENSORS)
         sizes = np.array([sharding.bytes for sharding in shardings])[sharding_of]
     spans = -(-(sizes + 200) // 64) * 64
-    records = Records(np.cumsum(spans) - spans, sizes, shardings, sharding_of, b"")
+    offsets = MIB + np.cumsum(spans) - spans
+    file_bytes = int(spans.sum()) + 2 * MIB
+    records = Records(offsets, sizes, file_bytes, shardings, sharding_of, b"")
     topology = Topology.regular(RANKS, ranks_per_node=8)
     began = time.monotonic()
-    plan = Plan(records, topology, Place(MIB, int(spans.sum()) + 2 * MIB, gathers=False))
+    plan = Plan(records, topology)
     plan.share(RANKS // 3)
     seconds = time.monotonic() - began
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

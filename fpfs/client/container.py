@@ -13,9 +13,11 @@ import hashlib
 import os
 import pickle
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -95,11 +97,6 @@ class Container(NamedTuple):
         return [*behind, *directory]
 
     @property
-    def origin(self) -> int:
-        """Where the first record begins, or would."""
-        return self.text_part(0).bytes
-
-    @property
     def sharded(self) -> list[tuple[int, Sharded]]:
         """What this rank has of each record of which it may have only a part, by its number."""
         found = []
@@ -118,17 +115,68 @@ class Container(NamedTuple):
             sharding_of[number] = shardings.setdefault(sharded.sharding, len(shardings))
         offsets = np.array([part.offset for part in self.parts[1::2]], dtype=np.int64)
         sizes = np.array([part.bytes for part in self.parts[1::2]], dtype=np.int64)
-        offsets -= self.origin
         digest = hashlib.blake2b(repr(self.tensors).encode(errors="surrogatepass"))
         for sharding in shardings:
             mesh = sharding.mesh
             digest.update(repr((*sharding[:2], mesh.shape, mesh.ranks, sharding.cuts)).encode())
-        for numbers in (offsets, sizes, sharding_of):
-            digest.update(numbers.tobytes())
-        for number in range(1, count):
-            text = self.text_part(number)
-            digest.update(memoryview(self.text)[text.start : text.start + text.bytes])
-        return Records(offsets, sizes, tuple(shardings), sharding_of, digest.digest())
+        digest.update(sizes.tobytes() + sharding_of.tobytes())
+        return Records(offsets, sizes, self.bytes, tuple(shardings), sharding_of, digest.digest())
+
+    def layout(self) -> Layout:
+        """Where the records lie, and what is between them."""
+        count = len(self.parts) // 2
+        return Layout(
+            origin=self.record(0).offset if count else 0,
+            file_bytes=self.bytes,
+            text_bytes=[self.text_part(number).bytes for number in range(1, count)],
+            texts=zlib.compress(self._between, level=1),
+        )
+
+    def layout_digest(self) -> str:
+        """What is laid out in another way has another one."""
+        digest = hashlib.blake2b(self._between)
+        digest.update(repr([self.bytes, *(part.offset for part in self.parts)]).encode())
+        return digest.hexdigest()
+
+    @property
+    def _between(self) -> memoryview:
+        """All texts but the first and the last."""
+        count = len(self.parts) // 2
+        first, last = self.text_part(min(1, count)), self.text_part(count)
+        return memoryview(self.text)[first.start : last.start]
+
+    def laid_out_as(self, layout: Layout) -> Container:
+        """Return the same records as they lie in the file of another rank.
+
+        That has another text before the first one, and behind the last one, which are left out.
+        """
+        text = bytearray(zlib.decompress(layout.texts))
+        parts: list[Text | Record] = []
+        places = []
+        at, start = layout.origin, 0
+        sizes = [0, *layout.text_bytes]
+        for number, count in enumerate(sizes[: len(self.parts) // 2]):
+            if number > 0:
+                places.append(at + len(_DESCRIPTOR))
+            parts.append(Text(at if number else 0, count, start))
+            at, start = at + count, start + count
+            record = self.record(number)
+            parts.append(record._replace(offset=at))
+            at += record.bytes
+        parts.append(Text(at, 0, start))
+        return self._replace(bytes=layout.file_bytes, text=text, parts=parts, crc_places=places)
+
+
+class Layout(msgspec.Struct, array_like=True):
+    """How a file is laid out, but for its first and its last text."""
+
+    origin: int
+    """Where the first record begins."""
+    file_bytes: int
+    text_bytes: list[int]
+    """Of each text between two records."""
+    texts: bytes
+    """They, compressed."""
 
 
 class _Sink:
@@ -344,4 +392,4 @@ def _find_directory(text: bytearray) -> tuple[int, int]:
     return count, offset
 
 
-__all__ = ["Container", "Record", "Text", "Unsupported", "lay_out"]
+__all__ = ["Container", "Layout", "Record", "Text", "Unsupported", "lay_out"]

@@ -25,7 +25,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -334,7 +334,7 @@ class Ranks:
             if absent and not said and waited_s > SAY_AFTER_S:
                 said = True
                 logger.warning(
-                    "rank %d waits for %s to call %s", self.rank, _named(absent), self._call
+                    "rank %d waits for %s to call %s", self.rank, named(absent), self._call
                 )
             # The store's own wait cannot be interrupted, and prints a warning each time it is over.
             time.sleep(poll_s)
@@ -404,7 +404,7 @@ def _failure_of(error: BaseException, *, rank: int) -> _Failure:
     return _Failure(rank, cause, number, False)
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     """Ranks in a line for people."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

@@ -8,9 +8,9 @@ cut at multiples of a block of the file; where all have all, they differ by one 
 Where parts of a tensor are many short runs in the file, ranks that can read each other's memory
 write ranges of the whole instead, as if all had all of it.
 
-Each rank makes the same plan from what it has itself, and so knows its share: only where the
-records begin, and where the file ends, is rank 0's to tell. The plan of 4,096 ranks for a million
-records has a row for each record and a number for each rank, and no list of all shares.
+Each rank makes the same plan from what it has itself, and so knows its share. The plan of 4,096
+ranks for a million records has a row for each record and a number for each rank, and no list of all
+shares.
 
 What stands between two records, a text, belongs to who writes all of the record before it. If
 several do, rank 0 writes the text in the end, since it holds the record's CRC32, as it does the
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fpfs.client.boxes import Ints, Sharding, runs_of
+from fpfs.client.boxes import Ints, Runs, Sharding, runs_of
 from fpfs.client.topology import WRITERS, Topology, Writers
 from fpfs.core.units import format_size
 
@@ -36,18 +36,24 @@ class Records:
     """Where the records of a file lie, and which of them are sharded. The same on all ranks."""
 
     offsets: Ints
-    """Of each, from the begin of the first one."""
+    """Of each, in the file."""
     sizes: Ints
     """Bytes of each."""
+    file_bytes: int
     shardings: tuple[Sharding, ...]
     """Those that there are."""
     sharding_of: Ints
     """Of each record its index in `shardings`; negative: every rank has all of it."""
     digest: bytes
-    """Of all this, and of the tensors and texts; what is not the same has another one."""
+    """Of sizes and shardings, and of the tensors' names; a state that changes has another one."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Records) and self.digest == other.digest
+        return (
+            isinstance(other, Records)
+            and self.digest == other.digest
+            and self.file_bytes == other.file_bytes
+            and np.array_equal(self.offsets, other.offsets)
+        )
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -78,6 +84,7 @@ class Piece(NamedTuple):
             yield self.offset + number * self.step, self.start + number * self.bytes
 
 
+NO_ENDS: Ints = np.zeros(0, dtype=np.int64)
 NO_PIECES: Ints = np.zeros((0, len(Piece._fields)), dtype=np.int64)
 
 
@@ -99,17 +106,6 @@ class Share:
     def pieces(self) -> list[Piece]:
         """The rows of the table."""
         return list(map(Piece._make, self.table.tolist()))
-
-
-class Place(NamedTuple):
-    """What is known of a file when it is laid out, from rank 0."""
-
-    origin: int
-    """Where the first record begins."""
-    bytes: int
-    """Of the file."""
-    gathers: bool
-    """Whether ranks can read each other's memory, and have to."""
 
 
 class _Stream:
@@ -192,12 +188,18 @@ class Plan:
     """
 
     def __init__(
-        self, records: Records, topology: Topology, place: Place, writers: Writers = "replica"
+        self,
+        records: Records,
+        topology: Topology,
+        writers: Writers = "replica",
+        *,
+        gathers: bool = False,
     ) -> None:
         self.records = records
         self.topology = topology
-        self.place = place
         self.writers = writers
+        self.gathers = gathers
+        """Whether ranks can read each other's memory, and have to."""
         ranks = len(topology.ranks)
         self._by_sharding = np.argsort(records.sharding_of, kind="stable")
         self._sharding_of = records.sharding_of[self._by_sharding]
@@ -206,11 +208,10 @@ class Plan:
         loads = np.zeros(ranks, dtype=np.int64)
         is_divided = self._divide(loads)
         loads[0] += int((self._spans - records.sizes)[is_divided].sum())
-        end = int(records.offsets[-1] + records.sizes[-1]) if len(records.sizes) else 0
-        loads[0] += place.bytes - end
+        loads[0] += records.file_bytes - int(self._spans.sum())
         self._common = _Stream(self._extents(np.flatnonzero(~is_divided)), topology.chunk_bytes)
         self._writing = topology.writing(range(ranks), writers)
-        first = place.origin + int(records.offsets[np.argmin(is_divided)]) if len(is_divided) else 0
+        first = int(records.offsets[np.argmin(is_divided)]) if len(is_divided) else 0
         ends = _dealt(
             int(self._spans[~is_divided].sum()),
             loads[self._writing],
@@ -220,7 +221,7 @@ class Plan:
         self._ends = [self._common.cut(int(end)) for end in ends]
         loads[self._writing] += np.diff(self._ends, prepend=0)
         self.loads: list[int] = loads.tolist()
-        """Bytes of each rank; of parts that several ranks have, to a chunk."""
+        """Bytes of each rank, to a chunk; `ranges` is exact."""
         is_waiting = is_divided.copy()
         for end in self._ends:
             record = self._common.record_within(end)
@@ -231,9 +232,7 @@ class Plan:
         self._is_waiting = is_waiting
         self.rest: list[int] = (np.flatnonzero(is_waiting) + 1).tolist()
         """The texts that rank 0 writes in the end."""
-        is_sharded = np.isin(
-            records.sharding_of, self._gathered_shardings() if place.gathers else []
-        )
+        is_sharded = np.isin(records.sharding_of, self._gathered_shardings() if gathers else [])
         self.gathered: list[int] = np.flatnonzero(is_sharded).tolist()
         """The records of which each rank has a part, and any may write any byte."""
 
@@ -253,12 +252,13 @@ class Plan:
 
         if writers not in WRITERS:
             raise ValueError(f"writers is one of {', '.join(WRITERS)}, not {writers!r}")
+        if not isinstance(topology, Topology):
+            raise TypeError(f"topology is a {type(topology).__name__}: take Topology.of(path)")
         container = lay_out(state, whole=True)
         check_whole(container, topology.ranks)
         records = container.records()
         has_short_runs = any(not sharding.is_one_run for sharding in records.shardings)
-        gathers = topology.is_one_node and has_short_runs
-        return Plan(records, topology, Place(container.origin, container.bytes, gathers), writers)
+        return Plan(records, topology, writers, gathers=topology.is_one_node and has_short_runs)
 
     def ranges(self, rank: int) -> list[tuple[int, int, int, int]]:
         """Return what a rank writes of the file: offset, bytes, count and step of equal runs.
@@ -267,8 +267,8 @@ class Plan:
         """
         share, records = self.share(rank), self.records
         found = [(piece.offset, piece.bytes, piece.count, piece.step) for piece in share.pieces]
-        ends = [0, *(self.place.origin + records.offsets + records.sizes).tolist()]
-        begins = [*(self.place.origin + records.offsets).tolist(), self.place.bytes]
+        ends = [0, *(records.offsets + records.sizes).tolist()]
+        begins = [*records.offsets.tolist(), records.file_bytes]
         numbers = [*share.texts, *(self.rest if rank == 0 else [])]
         found += [(ends[number], begins[number] - ends[number], 1, 0) for number in numbers]
         joined: list[tuple[int, int, int, int]] = []
@@ -296,7 +296,7 @@ class Plan:
             )
         return {
             "writers": self.writers,
-            "bytes": self.place.bytes,
+            "bytes": self.records.file_bytes,
             "records": len(self.records.sizes),
             "chunk_bytes": self.topology.chunk_bytes,
             "devices": self.topology.devices,
@@ -309,12 +309,14 @@ class Plan:
         low, high = format_size(min(writing, default=0)), format_size(max(writing, default=0))
         each = low if low == high else f"{low} to {high}"
         return (
-            f"{format_size(self.place.bytes)} in {len(self.records.sizes)} tensors: {len(writing)}"
-            f" of {len(self.loads)} ranks write {each} each ({self.writers})"
+            f"{format_size(self.records.file_bytes)} in {len(self.records.sizes)} tensors:"
+            f" {len(writing)} of {len(self.loads)} ranks write {each} each ({self.writers})"
         )
 
     def share(self, rank: int) -> Share:
-        """Return what a rank writes. `rank`: in the group."""
+        """Return what a rank writes. `rank`: in the group. ValueError: there is none."""
+        if not 0 <= rank < len(self.topology.ranks):
+            raise ValueError(f"rank {rank} is none of {len(self.topology.ranks)} ranks")
         tables = [self._own(pattern, rank) for pattern in self._patterns]
         texts = [0] if rank == 0 else []
         if rank in self._writing:
@@ -335,7 +337,7 @@ class Plan:
         self._patterns = []
         records = self.records
         counts = np.bincount(records.sharding_of + 1, minlength=len(records.shardings) + 1)[1:]
-        gathered = set(self._gathered_shardings()) if self.place.gathers else set()
+        gathered = set(self._gathered_shardings()) if self.gathers else set()
         groups: dict[tuple[object, ...], list[int]] = {}
         for index, sharding in enumerate(records.shardings):
             if index not in gathered:
@@ -357,7 +359,9 @@ class Plan:
                 totals += counts[index] * sharding.itemsize * np.prod(sizes, axis=1)
             ends = []
             for total, ranks in zip(totals.tolist(), holders, strict=True):
-                ends.append(_dealt(total, loads[ranks], self.topology.chunk_bytes))
+                # A part without bytes may be of ranks that are not in the group.
+                block_bytes = self.topology.chunk_bytes
+                ends.append(_dealt(total, loads[ranks], block_bytes) if ranks else NO_ENDS)
                 loads[ranks] += np.diff(ends[-1], prepend=0)
             self._patterns.append(_Pattern(indices, holders, ends))
         divided = [index for pattern in self._patterns for index in pattern.shardings]
@@ -373,7 +377,7 @@ class Plan:
     def _extents(self, indices: Ints) -> Ints:
         """Records with what stands behind them, as pieces."""
         pieces = np.zeros((len(indices), 6), dtype=np.int64)
-        pieces[:, 0] = self.place.origin + self.records.offsets[indices]
+        pieces[:, 0] = self.records.offsets[indices]
         pieces[:, 1] = self._spans[indices]
         pieces[:, 2] = indices
         pieces[:, 4] = 1
@@ -389,6 +393,15 @@ class Plan:
                 return stream.between(first, stream.cut(int(pattern.ends[part][number])))
         return NO_PIECES
 
+    def _rows(self, runs: Runs) -> Iterator[tuple[int, ...]]:
+        """Runs as pieces of record 0; those that may be cut in the middle each as one."""
+        if runs.count > 1 and runs.bytes < self.topology.chunk_bytes:
+            yield runs.offset, runs.bytes, 0, runs.start, runs.count, runs.step
+            return
+        for number in range(runs.count):
+            start = runs.start + number * runs.bytes
+            yield runs.offset + number * runs.step, runs.bytes, 0, start, 1, 0
+
     def _parts(self, pattern: _Pattern, part: int) -> Ints:
         """The pieces of one part of sharded records, by their records."""
         records, tables = self.records, [NO_PIECES]
@@ -398,13 +411,11 @@ class Plan:
             if box.elements == 0:
                 continue
             runs = runs_of(box, sharding.shape, sharding.itemsize)
-            of_one = np.array(
-                [(r.offset, r.bytes, 0, r.start, r.count, r.step * (r.count > 1)) for r in runs]
-            )
+            of_one = np.array([row for each in runs for row in self._rows(each)], dtype=np.int64)
             first, end = np.searchsorted(self._sharding_of, [index, index + 1])
             indices = self._by_sharding[first:end]
             table = np.repeat(of_one[None], len(indices), axis=0)
-            table[:, :, 0] += (self.place.origin + records.offsets[indices])[:, None]
+            table[:, :, 0] += records.offsets[indices][:, None]
             table[:, :, 2] = indices[:, None]
             tables.append(table.reshape(-1, 6))
         whole = np.concatenate(tables)
@@ -436,4 +447,4 @@ def _dealt(total: int, loads: Ints, block_bytes: int, *, head: int = 0) -> Ints:
     return np.cumsum(parts + counts * block_bytes)
 
 
-__all__ = ["NO_PIECES", "Piece", "Place", "Plan", "Records", "Share"]
+__all__ = ["NO_PIECES", "Piece", "Plan", "Records", "Share"]

@@ -11,8 +11,8 @@ import numpy as np
 
 from fpfs.client.boxes import Sharding
 from fpfs.client.container import Container
-from fpfs.client.peers import Peers
-from fpfs.client.plan import Place, Plan, Records
+from fpfs.client.peers import Peers, named
+from fpfs.client.plan import Plan, Records
 from fpfs.client.topology import Topology, Writers
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
 
@@ -20,28 +20,33 @@ logger = logging.getLogger(__name__)
 
 
 class Planning:
-    """What one rank plans by. Raises ValueError of a plan or tensors that are not its group's."""
+    """What one rank plans by.
+
+    Raises TypeError of what is no plan, ValueError of a plan or tensors that are not its group's.
+    """
 
     def __init__(self, container: Container, peers: Peers, plan: Plan | None) -> None:
         check_whole(container, peers.ranks)
         self.records = container.records()
         self._given = plan
         self.digest = b""
-        """Of what was given; b"": nothing."""
+        """Of whom and what was given; b"": nothing."""
         if plan is None:
             self._topology = Topology.regular(
                 peers.size, numbers=peers.ranks, chunk_bytes=CHUNK_BYTES_DEFAULT
             )
             self._writers: Writers = "replica"
             return
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}: make one by Plan.build")
         self._topology, self._writers = plan.topology, plan.writers
         self.digest = hashlib.blake2b(repr((self._topology, self._writers)).encode()).digest()
         if self._topology.ranks != peers.ranks:
             raise ValueError(
-                f"the plan is for {len(self._topology.ranks)} ranks, and the group has"
-                f" {peers.size}, or others: build it of the group's topology"
+                f"the plan is for {named(self._topology.ranks)}, and the group has"
+                f" {named(peers.ranks)}: build it of the group's topology"
             )
-        if plan.records != self.records:
+        if plan.records.digest != self.records.digest:
             logger.warning(
                 "the state has changed since it was planned (%d tensors then, %d now): it is"
                 " planned anew",
@@ -49,12 +54,15 @@ class Planning:
                 len(self.records.sizes),
             )
 
-    def plan(self, place: Place) -> Plan:
-        """Return the plan for a file that lies so."""
+    def plan(self, records: Records, *, gathers: bool) -> Plan:
+        """Return the plan for records as they lie in the file.
+
+        gathers: whether ranks can read each other's memory, and have to.
+        """
         given = self._given
-        if given is not None and (given.records, given.place) == (self.records, place):
+        if given is not None and (given.records, given.gathers) == (records, gathers):
             return given
-        return _planned(self.records, self._topology, place, self._writers)
+        return _planned(records, self._topology, self._writers, gathers=gathers)
 
     def holders(self, number: int, *, nearest: int) -> list[int]:
         """Return a rank for each part of a record, by its number; `nearest` of those it has.
@@ -80,8 +88,8 @@ def _members(sharding: Sharding, topology: Topology) -> list[list[int]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _planned(records: Records, topology: Topology, place: Place, writers: Writers) -> Plan:
-    return Plan(records, topology, place, writers)
+def _planned(records: Records, topology: Topology, writers: Writers, *, gathers: bool) -> Plan:
+    return Plan(records, topology, writers, gathers=gathers)
 
 
 def check_whole(container: Container, ranks: Collection[int]) -> None:

@@ -24,7 +24,7 @@ from fpfs.client.container import Container, lay_out
 from fpfs.client.gathering import Offered, Source, can_gather
 from fpfs.client.paths import resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
-from fpfs.client.plan import Place, Plan
+from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
 from fpfs.client.topology import TIMEOUT_S
@@ -136,6 +136,7 @@ def _save(
         tensors=len(container.tensors),
         bytes_of_storages=int(planning.records.sizes.sum()),
         records=planning.records.digest,
+        layout=container.layout_digest(),
         plan=planning.digest,
         process=Process.own(),
         addresses=offered.addresses,
@@ -144,7 +145,11 @@ def _save(
         name, container, planning, peers, durable=durable, started=started
     ) as coordinator:
         task = peers.exchange("share", offer, coordinator.divide, of=Task)
-        share = planning.plan(task.place).share(peers.rank)
+        records = planning.records
+        if task.layout is not None:
+            container = container.laid_out_as(task.layout)
+            records = container.records()
+        share = planning.plan(records, gathers=task.gathers).share(peers.rank)
         part = write_share(share, task, container, peers, coordinator.fd)
         return peers.exchange("part", part, coordinator.finish, of=_Finished)
 
@@ -157,6 +162,8 @@ class _Offer(msgspec.Struct):
     bytes_of_storages: int
     records: bytes
     """Their digest."""
+    layout: str
+    """Its digest: what is no tensor may be longer on one rank, and move all."""
     plan: bytes
     """Of whom and what was given as a plan."""
     process: Process
@@ -220,19 +227,17 @@ class _Coordinator:
         """Make the file, with room for all of it, and tell each rank what to write."""
         _compare(offers)
         container = self._container
-        place = Place(
-            origin=container.origin,
-            bytes=container.bytes,
-            gathers=can_gather(
-                [offer.process for offer in offers],
-                [offer.addresses for offer in offers],
-            ),
+        gathers = can_gather(
+            [offer.process for offer in offers], [offer.addresses for offer in offers]
         )
-        self._plan = self._planning.plan(place)
+        self._plan = self._planning.plan(self._planning.records, gathers=gathers)
         replacement = self._replacement = self._stack.enter_context(Replacement(self._name))
         replacement.reserve(container.bytes)
         self._laid_out = time.monotonic()
         path = os.fsencode(replacement.temporary_path)
+        layout = None
+        if any(offer.layout != offers[0].layout for offer in offers):
+            layout = container.layout()
         tasks = []
         for rank in range(len(offers)):
             sources = {}
@@ -243,7 +248,8 @@ class _Coordinator:
                         Source(holder, offers[holder].process.pid, offers[holder].addresses[number])
                         for holder in self._planning.holders(number, nearest=rank)
                     ]
-            tasks.append(Task(path, place, sources))
+            is_as_here = offers[rank].layout == offers[0].layout
+            tasks.append(Task(path, gathers, None if is_as_here else layout, sources))
         return tasks
 
     def finish(self, parts: list[Done]) -> list[_Finished]:
@@ -286,7 +292,7 @@ def _compare(offers: list[_Offer]) -> None:
             raise RankFailed(
                 rank,
                 f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
-                " tensors of the same names, types and shapes, in the same order",
+                " tensors of the same names, types and shapes, in the same order, sharded alike",
             )
 
 

@@ -112,7 +112,7 @@ class StandIns:
         """Return one."""
         size = math.prod(shape) * dtype.itemsize
         if size == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if size > len(self._free):
             try:
                 self._free = self._addresses(max(size, _ADDRESSES_BYTES))
@@ -121,7 +121,7 @@ class StandIns:
         # Each has an address of its own, by which torch.save tells storages apart.
         storage = torch.frombuffer(self._free[:size], dtype=torch.uint8).untyped_storage()
         self._free = self._free[size:]
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))
 
     def _addresses(self, count: int) -> memoryview:
         # Private and not to be written: the kernel promises no memory for it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from fpfs.client.peers import Alone
 
 TIMEOUT_S = 300.0
+RANKS_MAX = 1 << 20
+DEVICES_MAX = 1 << 16
+CHUNK_BYTES_MAX = 1 << 40
 
 Writers: TypeAlias = Literal["replica", "socket", "node", "device"]
 """Which of the ranks that have the same bytes write them: all of them, one for each socket, one for
@@ -43,15 +48,21 @@ class Topology(msgspec.Struct, frozen=True):
     """Of the storage: shares are cut at its multiples in the file."""
 
     def __post_init__(self) -> None:
+        for name in ("ranks", "nodes", "sockets"):
+            # Numbers of other kinds would make the plans of two ranks differ.
+            numbers = tuple(operator.index(number) for number in getattr(self, name))
+            msgspec.structs.force_setattr(self, name, numbers)
         if not len(self.ranks) == len(self.nodes) == len(self.sockets) > 0:
             raise ValueError(
                 f"a topology has a node and a socket for each rank, and one rank at least: not"
                 f" {len(self.ranks)} ranks, {len(self.nodes)} nodes and {len(self.sockets)} sockets"
             )
-        if self.devices < 1:
-            raise ValueError(f"a topology has one device at least, not {self.devices}")
-        if self.chunk_bytes < 1:
-            raise ValueError(f"chunks have one byte at least, not {self.chunk_bytes}")
+        if len(set(self.ranks)) < len(self.ranks) or min(self.ranks) < 0:
+            raise ValueError("the ranks of a topology are different numbers from 0 on")
+        for name, most in (("devices", DEVICES_MAX), ("chunk_bytes", CHUNK_BYTES_MAX)):
+            number = operator.index(getattr(self, name))
+            if not 1 <= number <= most:
+                raise ValueError(f"{name} of a topology is from 1 to {most}, not {number}")
 
     @staticmethod
     def of(
@@ -91,12 +102,12 @@ class Topology(msgspec.Struct, frozen=True):
         """
         on_each = ranks if ranks_per_node is None else ranks_per_node
         for what, count in (
-            ("rank", ranks),
-            ("rank per node", on_each),
-            ("socket per node", sockets_per_node),
+            ("ranks", ranks),
+            ("ranks_per_node", on_each),
+            ("sockets_per_node", sockets_per_node),
         ):
-            if count < 1:
-                raise ValueError(f"a topology has one {what} at least, not {count}")
+            if not 1 <= operator.index(count) <= RANKS_MAX:
+                raise ValueError(f"{what} of a topology is from 1 to {RANKS_MAX}, not {count}")
         return Topology(
             ranks=tuple(range(ranks) if numbers is None else numbers),
             nodes=tuple(rank // on_each for rank in range(ranks)),
@@ -150,11 +161,15 @@ class _Site(msgspec.Struct):
 
 
 def own_sockets(sysfs: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Return the sockets on whose processors this process may run, by the kernel's numbers."""
+    """Return the sockets on whose processors this process may run, by the kernel's numbers.
+
+    One, where the kernel does not tell, as in some sandboxes.
+    """
     found = set()
-    for cpu in os.sched_getaffinity(0):
-        found.add(int((sysfs / f"cpu{cpu}/topology/physical_package_id").read_text()))
-    return sorted(found)
+    with contextlib.suppress(FileNotFoundError):
+        for cpu in os.sched_getaffinity(0):
+            found.add(int((sysfs / f"cpu{cpu}/topology/physical_package_id").read_text()))
+    return sorted(found) or [0]
 
 
 def _joined(sites: Sequence[_Site], ranks: Sequence[int]) -> Topology:

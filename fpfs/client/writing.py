@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from fpfs.client.container import Container, Record
+from fpfs.client.container import Container, Layout, Record
 from fpfs.client.gathering import Source, Strip, check_sources, strips_of
 from fpfs.client.paths import default_threads
 from fpfs.client.peers import Peers
-from fpfs.client.plan import NO_PIECES, Piece, Place, Share
+from fpfs.client.plan import NO_PIECES, Piece, Share
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
 
@@ -41,7 +41,10 @@ class Task(msgspec.Struct):
     """What a rank cannot know of what it is to write, from rank 0."""
 
     temporary_path: bytes
-    place: Place
+    gathers: bool
+    """Whether ranks can read each other's memory, and have to."""
+    layout: Layout | None
+    """How the file is laid out; None: as this rank has laid it out."""
     sources: dict[int, list[Source]]
     """Of the records that the rank writes of and several ranks have parts of, by their numbers."""
 
@@ -58,11 +61,10 @@ def write_share(share: Share, task: Task, container: Container, peers: Peers, ow
     """Write what this rank has to, by `own_fd` if that is open."""
     started = time.monotonic()
     threads = max(1, default_threads() // peers.size)
-    shift = task.place.origin - container.origin
     strips = list[Strip]()
     for number, sources in task.sources.items():
         record = container.record(number)
-        strips += strips_of(record, sources, offset=record.offset + shift, peers=peers)
+        strips += strips_of(record, sources, offset=record.offset, peers=peers)
     copied_bytes, crcs = 0, dict[int, int]()
     if share.pieces or share.texts:
         fd = own_fd if own_fd >= 0 else _open(task, peers)
@@ -72,12 +74,11 @@ def write_share(share: Share, task: Task, container: Container, peers: Peers, ow
                 container,
                 fd=fd,
                 threads=threads,
-                shift=shift,
                 gathered=task.sources,
                 strips=strips,
                 check=peers.check,
             )
-            crcs = crc32_parts(share.pieces, of_runs, container, shift=shift)
+            crcs = crc32_parts(share.pieces, of_runs, container)
             if own_fd < 0 and not mount_containing(os.fsdecode(task.temporary_path)).is_fpfs:
                 # Rank 0 flushes what it knows of, which may be less on another machine.
                 os.fsync(fd)
@@ -110,14 +111,12 @@ def write(
     *,
     fd: int,
     threads: int,
-    shift: int = 0,
     gathered: Collection[int] = (),
     strips: Sequence[Strip] = (),
     check: Callable[[], object] = lambda: None,
 ) -> tuple[int, list[list[int]]]:
     """Write a share; returns how much was copied first, and the CRC32s of each piece's runs.
 
-    shift: how much further behind all is in the file than in `container`, but for text 0.
     gathered: the numbers of records that lie in `strips`. `check` may end it.
     """
     memory = (ctypes.c_char * len(container.text)).from_buffer(container.text)
@@ -131,8 +130,7 @@ def write(
         runs += [(offset, address + start, piece.bytes, index) for offset, start in piece.runs()]
     for number in share.texts:
         text = container.text_part(number)
-        offset = text.offset + shift if number > 0 else 0
-        runs.append((offset, ctypes.addressof(memory) + text.start, text.bytes, -1))
+        runs.append((text.offset, ctypes.addressof(memory) + text.start, text.bytes, -1))
     # Pieces of several runs may reach into each other.
     runs.sort()
     of_records = {
@@ -140,7 +138,7 @@ def write(
     }
     # The text behind a record is in the share if all of the record is, in one piece.
     places = [
-        (offset + shift, of_records[record])
+        (offset, of_records[record])
         for number in share.texts
         for record, offset in container.crc_places_in(number)
         if record in of_records
@@ -180,8 +178,6 @@ def crc32_parts(
     pieces: Sequence[Piece],
     crcs: Sequence[Sequence[int]],
     container: Container,
-    *,
-    shift: int,
 ) -> dict[int, int]:
     """What the pieces are of the CRC32 of each record, by the record's number.
 
@@ -191,7 +187,7 @@ def crc32_parts(
     found: dict[int, int] = {}
     for piece, of_runs in zip(pieces, crcs, strict=True):
         record = container.record(piece.record)
-        end = record.offset + shift + record.bytes
+        end = record.offset + record.bytes
         for (offset, _), crc in zip(piece.runs(), of_runs, strict=True):
             shifted = combine_crc32(crc, 0, end - offset - piece.bytes)
             found[piece.record] = found.get(piece.record, 0) ^ shifted

@@ -8,7 +8,7 @@ import stat
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -20,7 +20,7 @@ from fpfs.core.paths import encodable
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
 from fpfs.core.protocol.control import ControlClient, find_fpfs
 from fpfs.core.protocol.reports import FileRun
-from fpfs.core.protocol.whereabouts import locate
+from fpfs.core.protocol.whereabouts import describe_one, locate
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_size, parse_size_bytes
 
@@ -71,8 +71,9 @@ class _File(NamedTuple):
     offsets: list[int]
     """Of the tensors' bytes."""
     sizes: list[int]
-    runs: Sequence[FileRun]
+    runs: Sequence[FileRun] = ()
     """None: chunks go to devices in turn."""
+    chunk_bytes: int = CHUNK_BYTES_DEFAULT
 
 
 def plan(
@@ -126,7 +127,7 @@ def plan(
         ranks=ranks,
         per_node=per_node,
         sockets=sockets,
-        devices=devices or len({run.device for run in found.runs}) or 1,
+        devices=len({run.device for run in found.runs}) or 1 if devices is None else devices,
         writers=writers,
         shards=shards,
     )
@@ -155,7 +156,7 @@ def _simulated(simulate: str | None, tensors: int) -> _File:
         at = -(-(at + _HEADER_BYTES) // _ALIGNED_BYTES) * _ALIGNED_BYTES
         offsets.append(at)
         at += count
-    return _File(None, at + _HEADER_BYTES * tensors, offsets, sizes, ())
+    return _File(None, at + _HEADER_BYTES * tensors, offsets, sizes)
 
 
 def _read(path: str, simulate: str | None) -> _File:
@@ -167,18 +168,18 @@ def _read(path: str, simulate: str | None) -> _File:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise Refused(asked=asked, wrong="this is no file", remedy="name a checkpoint")
         with open(path, "rb") as stream, zipfile.ZipFile(stream) as archive:
-            found = []
-            for entry in archive.infolist():
-                folder, _, key = entry.filename.rpartition("/")
-                if entry.file_size and key.isdigit() and folder.endswith("/data"):
-                    stream.seek(entry.header_offset)
-                    header = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-                    offset = entry.header_offset + _LOCAL_HEADER.size + sum(header)
-                    found.append((offset, entry.file_size))
             size = os.fstat(stream.fileno()).st_size
-    except (zipfile.BadZipFile, struct.error):
+            found = list(_records(stream, archive))
+        ends = [0, *(offset + count for offset, count in sorted(found))]
+        if any(offset < end for (offset, _), end in zip(sorted(found), ends, strict=False)):
+            raise ValueError("tensors lie in each other")
+        if ends[-1] > size:
+            raise ValueError("tensors lie behind its end")
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise Refused(
-            asked=asked, wrong="torch.save did not write this", remedy="name a checkpoint"
+            asked=asked,
+            wrong=f"it is no archive of torch.save ({error})",
+            remedy="name a checkpoint that torch 1.6 or later has written",
         ) from None
     except OSError as error:
         raise Refused(
@@ -187,12 +188,34 @@ def _read(path: str, simulate: str | None) -> _File:
     if not found:
         raise Refused(asked=asked, wrong="it has no tensors", remedy="name a checkpoint")
     found.sort()
-    runs: Sequence[FileRun] = ()
-    if mount_containing(path).is_fpfs:
-        with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
-            runs = locate(client, os.stat(path).st_ino, asked=asked).runs
     offsets, sizes = (list(each) for each in zip(*found, strict=True))
-    return _File(encodable(path), size, offsets, sizes, runs)
+    made = _File(encodable(path), size, offsets, sizes)
+    if not mount_containing(path).is_fpfs:
+        return made
+    with ControlClient(find_fpfs(path, asked=asked), asked=asked) as client:
+        ino = os.stat(path).st_ino
+        runs = locate(client, ino, asked=asked).runs
+        chunk_bytes = describe_one(client, ino, asked=asked).chunk_bytes
+    return made._replace(runs=runs, chunk_bytes=chunk_bytes)
+
+
+def _records(stream: BinaryIO, archive: zipfile.ZipFile) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of each record."""
+    entries = archive.infolist()
+    root = next(
+        (e.filename[: -len("data.pkl")] for e in entries if e.filename.endswith("/data.pkl")), None
+    )
+    if root is None:
+        raise ValueError("it has no data.pkl")
+    for entry in entries:
+        key = entry.filename.removeprefix(f"{root}data/")
+        if key == entry.filename or not (key.isascii() and key.isdigit()) or not entry.file_size:
+            continue
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it is compressed")
+        stream.seek(entry.header_offset)
+        header = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+        yield entry.header_offset + _LOCAL_HEADER.size + sum(header), entry.file_size
 
 
 def _planned(
@@ -210,7 +233,7 @@ def _planned(
         import numpy as np
 
         from fpfs.client.boxes import Mesh, Sharding
-        from fpfs.client.plan import Place, Plan, Records
+        from fpfs.client.plan import Plan, Records
         from fpfs.client.topology import WRITERS, Topology
     except ModuleNotFoundError as error:
         raise Refused(
@@ -224,7 +247,11 @@ def _planned(
         )
     try:
         topology = Topology.regular(
-            ranks, ranks_per_node=per_node, sockets_per_node=sockets, devices=devices
+            ranks,
+            ranks_per_node=per_node,
+            sockets_per_node=sockets,
+            devices=devices,
+            chunk_bytes=found.chunk_bytes,
         )
         chosen = next((each for each in WRITERS if each == writers), None)
         if chosen is None:
@@ -239,14 +266,14 @@ def _planned(
         shardings = [Sharding((size,), 1, mesh, ((1, 0),)) for size in numbers]
         sharding_of = [numbers[size] for size in found.sizes]
     records = Records(
-        offsets=np.array(found.offsets, dtype=np.int64) - found.offsets[0],
+        offsets=np.array(found.offsets, dtype=np.int64),
         sizes=np.array(found.sizes, dtype=np.int64),
+        file_bytes=found.bytes,
         shardings=tuple(shardings),
         sharding_of=np.array(sharding_of, dtype=np.int64),
         digest=b"",
     )
-    place = Place(found.offsets[0], found.bytes, gathers=topology.is_one_node)
-    return Plan(records, topology, place, chosen)
+    return Plan(records, topology, chosen)
 
 
 def _report(found: _File, made: Plan, ranks: Iterable[int]) -> PlanReport:
@@ -290,12 +317,13 @@ def _devices(found: _File, devices: int, offset: int, count: int) -> Iterator[tu
             if both > 0:
                 yield run.device, both
         return
-    stripe = devices * CHUNK_BYTES_DEFAULT
+    chunk_bytes = found.chunk_bytes
+    stripe = devices * chunk_bytes
     for device in range(devices):
 
-        def before(position: int, begin: int = device * CHUNK_BYTES_DEFAULT) -> int:
-            rest = min(max(position % stripe - begin, 0), CHUNK_BYTES_DEFAULT)
-            return position // stripe * CHUNK_BYTES_DEFAULT + rest
+        def before(position: int, begin: int = device * chunk_bytes) -> int:
+            rest = min(max(position % stripe - begin, 0), chunk_bytes)
+            return position // stripe * chunk_bytes + rest
 
         yield device, before(end) - before(offset)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import torch
 from fpfs import client
 from fpfs.cli import ctl
 from tests.support.states import large_state
+
+NO_ARCHIVE = "it is no archive of torch.save"
+REMEDY = "name a checkpoint that torch 1.6 or later has written"
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -48,9 +53,11 @@ def test_shards(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--simulate", "64M", "--tensors", "2", "--ranks", "8", "--shards", "4"]
     ranks = planned(capsys, *words)["ranks"]
     assert max(rank["bytes"] for rank in ranks) - min(rank["bytes"] for rank in ranks) < 2000
-    # Rank 5 has what rank 1 has.
-    (first, end), (begin, _) = ranks[1]["ranges"][0], ranks[5]["ranges"][0]
-    assert first + end < begin + 32 * 1024**2
+    # Rank 5 has what rank 1 has: of each tensor the second quarter. It writes of the second tensor.
+    for rank, other in ((1, 5), (2, 6)):
+        (first, count), (begin, _) = ranks[rank]["ranges"][0], ranks[other]["ranges"][0]
+        assert count == 8 * 1024**2
+        assert abs(begin - first - 32 * 1024**2) < 1024
     covered = sorted(tuple(each) for rank in ranks for each in rank["ranges"])
     at = 0
     for offset, count in covered:
@@ -78,7 +85,17 @@ def test_many_ranks_are_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "plan: no file is named; name one, or --simulate 14G"),
         (["{}/none.pt"], "plan of {}/none.pt: No such file or directory; name a checkpoint"),
         (["{}"], "plan of {}: this is no file; name a checkpoint"),
-        (["{}/text"], "plan of {}/text: torch.save did not write this; name a checkpoint"),
+        (["{}/text"], f"plan of {{}}/text: {NO_ARCHIVE} (File is not a zip file); {REMEDY}"),
+        (
+            ["{}/legacy.pt"],
+            f"plan of {{}}/legacy.pt: {NO_ARCHIVE} (File is not a zip file); {REMEDY}",
+        ),
+        (["{}/other.zip"], f"plan of {{}}/other.zip: {NO_ARCHIVE} (it has no data.pkl); {REMEDY}"),
+        (["{}/small.zip"], f"plan of {{}}/small.zip: {NO_ARCHIVE} (it is compressed); {REMEDY}"),
+        (
+            ["--simulate", "1G", "--devices", "0"],
+            "plan: devices of a topology is from 1 to 65536, not 0; see --help",
+        ),
         (["{}/empty.pt"], "plan of {}/empty.pt: it has no tensors; name a checkpoint"),
         (
             ["{}/text", "--simulate", "1G"],
@@ -98,7 +115,7 @@ def test_many_ranks_are_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["--simulate", "1G", "--per-node", "0"],
-            "plan: a topology has one rank per node at least, not 0; see --help",
+            "plan: ranks_per_node of a topology is from 1 to 1048576, not 0; see --help",
         ),
     ],
 )
@@ -107,6 +124,41 @@ def test_what_cannot_be_planned(
 ) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     torch.save({"step": 1}, tmp_path / "empty.pt")
+    state = {"weight": torch.ones(1000)}
+    torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "state.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "state.pt") as archive,
+        zipfile.ZipFile(tmp_path / "small.zip", "w", zipfile.ZIP_DEFLATED) as small,
+        zipfile.ZipFile(tmp_path / "other.zip", "w") as other,
+    ):
+        for name in archive.namelist():
+            small.writestr(name, archive.read(name))
+        other.writestr("archive/data/0", b"x")
     folder = str(tmp_path)
     assert ctl.main(["plan", *(word.format(folder) for word in words), "--ranks", "8"]) == 1
     assert capsys.readouterr().err == f"fpfs-ctl: {said.replace('{}', folder)}\n"
+
+
+def test_damaged_archives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whatever is wrong with the directory, it is one line, or a plan of bytes that are there."""
+    state = {f"tensor{number}": torch.ones(50 * number) for number in range(8)}
+    torch.save(state, tmp_path / "state.pt")
+    whole = (tmp_path / "state.pt").read_bytes()
+    chance = random.Random(1)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(whole) - 1200, len(whole))] = chance.randrange(256)
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        status = ctl.main(["plan", str(tmp_path / "damaged.pt"), "--ranks", "2", "--json"])
+        said = capsys.readouterr()
+        refused += status
+        if status == 0:
+            ranks = json.loads(said.out)["ranks"]
+            assert sum(rank["bytes"] for rank in ranks) == len(whole)
+            assert min(figure for rank in ranks for figure in rank["device_bytes"].values()) >= 0
+        else:
+            assert len(said.err.splitlines()) == 1
+    assert refused > 10

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fpfs.client.container import Container, Record, Text, lay_out
-from tests.support.states import large_state, some_states
+from tests.support.states import large_state, some_states, without_id
 
 # torch's own, of types that it is not done with.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -36,17 +36,6 @@ def filled(container: Container) -> bytes:
         for record, offset in container.crc_places_in(number):
             struct.pack_into("<L", made, offset, crcs[record])
     return bytes(made)
-
-
-def without_id(content: bytes) -> bytes:
-    """An archive, but for the hash that torch calls its id, and that one's two CRC32s."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        assert archive.testzip() is None
-        (info,) = (each for each in archive.infolist() if each.filename.endswith("ialization_id"))
-        value = archive.read(info)
-    crc = info.CRC.to_bytes(4, "little")
-    assert (content.count(value), content.count(crc)) == (1, 2)
-    return content.replace(value, b"").replace(crc, b"")
 
 
 @pytest.mark.parametrize("name", ["odd", "large", "empty", "tensor", "text"])
@@ -120,3 +109,29 @@ def test_what_torch_refuses_is_refused_as_torch_does() -> None:
     torch.save(torch.ones(3), after)
     after.seek(0)
     assert torch.equal(torch.load(after), torch.ones(3))
+
+
+@pytest.mark.parametrize("longer", [10, 1000])
+def test_the_layout_of_another_rank(longer: int) -> None:
+    """Behind four gibibytes headers have their own offsets in them."""
+    tensors = {"large": torch.empty(2**32 + 7, dtype=torch.uint8), "small": torch.arange(5)}
+    tensors["last"] = torch.ones(3)
+    theirs, own = lay_out({"host": "x", **tensors}), lay_out({"host": "x" * longer, **tensors})
+    assert own.records().digest == theirs.records().digest
+    same = own.layout_digest() == theirs.layout_digest()
+    assert same == (own.record(0).offset == theirs.record(0).offset)
+    found = own.laid_out_as(theirs.layout())
+    assert found.records() == theirs.records()
+    assert found.bytes == theirs.bytes
+    assert found.layout_digest() != own.layout_digest() or same
+    for number in range(1, len(tensors)):
+        texts = [
+            each.text[text.start : text.start + text.bytes]
+            for each, text in ((found, found.text_part(number)), (theirs, theirs.text_part(number)))
+        ]
+        assert texts[0] == texts[1]
+        assert found.text_part(number).offset == theirs.text_part(number).offset
+        assert found.crc_places_in(number) == theirs.crc_places_in(number)
+    assert [found.record(number).storage for number in range(3)] == [
+        own.record(number).storage for number in range(3)
+    ]

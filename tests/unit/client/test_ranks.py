@@ -707,8 +707,8 @@ def save_by_other_plans(path: str, what: str) -> None:
 
 
 OTHER_PLANS = {
-    "another group": "ValueError: the plan is for 4 ranks, and the group has 3, or others: build it"
-    " of the group's topology",
+    "another group": "ValueError: the plan is for ranks 0, 1, 2, 3, and the group has ranks 0, 1,"
+    " 2: build it of the group's topology",
     "another plan": "RankFailed: rank 1: was given another plan than rank 0: all ranks save by"
     " plans of the same topology and writers, or none",
     "none": "RankFailed: rank 1: was given another plan than rank 0",

@@ -140,5 +140,11 @@ def test_stand_ins_have_no_memory() -> None:
     assert len(addresses) == len(made) - 1
 
 
+def test_stand_ins_are_in_the_processors_memory() -> None:
+    with torch.device("meta"):
+        made = [StandIns().make(shape, torch.float32) for shape in ((3, 4), (0, 4))]
+    assert [tensor.device.type for tensor in made] == ["cpu", "cpu"]
+
+
 def test_ordinary_tensors_are_whole() -> None:
     assert sharded_of(torch.ones(3), "weight") is None
