@@ -85,12 +85,13 @@ def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
         with bench.worker(tensors=tensors) as writer:
-            for folder in (plain, mount.path):
-                writer.call("save_client", path=str(folder / FILE))
+            writer.call("save_client", path=str(plain / FILE))
 
         def loader(name: str, layout: str, command: str, **options: object) -> Contender:
             workers = stack.enter_context(_group(bench, 2, tensors=tensors, layout=layout))
-            arguments = {"path": str(mount.path / FILE), **options}
+            path = str(mount.path / f"{layout}.pt")
+            together(workers, "save_client", path=[path] * len(workers))
+            arguments = {"path": path, **options}
 
             def play() -> float:
                 of_all = {key: [value] * len(workers) for key, value in arguments.items()}
