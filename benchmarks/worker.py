@@ -108,6 +108,12 @@ def together(workers: Sequence[Worker], command: str, **arguments: Sequence[Any]
     return max(t.ended_s for t in timings) - min(t.started_s for t in timings)
 
 
+def alike(workers: Sequence[Worker], command: str, **arguments: Any) -> float:
+    """As `together`, with the same arguments for each worker."""
+    of_all = {name: [value] * len(workers) for name, value in arguments.items()}
+    return together(workers, command, **of_all)
+
+
 # --- the worker's side ----------------------------------------------------------------------
 
 

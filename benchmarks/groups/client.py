@@ -25,7 +25,7 @@ from benchmarks.places import (
     state_bytes,
     sync,
 )
-from benchmarks.worker import Worker, together
+from benchmarks.worker import Worker, alike
 
 ROTATED = 2
 """Names that checkpoints take turns at."""
@@ -55,9 +55,7 @@ def rotating(
             settle()
 
     def play() -> float:
-        arguments = {"path": str(turn), **options}
-        of_all = {key: [value] * len(workers) for key, value in arguments.items()}
-        return total_bytes / together(workers, command, **of_all) / 1e9
+        return total_bytes / alike(workers, command, path=str(turn), **options) / 1e9
 
     # Until all that is replaced takes new bytes.
     for _ in range(2 * ROTATED):
@@ -65,6 +63,24 @@ def rotating(
         play()
         settle()
     return Contender(name=name, prepare=prepare, play=play, settle=settle)
+
+
+def loader(
+    name: str,
+    *,
+    workers: Sequence[Worker],
+    path: Path,
+    total_bytes: int,
+    command: str,
+    **options: Any,
+) -> Contender:
+    """A contender whose workers load one file at once, the page cache dropped."""
+
+    def play() -> float:
+        return total_bytes / alike(workers, command, path=str(path), **options) / 1e9
+
+    play()  # imports torch and touches fresh memory
+    return Contender(name=name, play=play, prepare=drop_caches)
 
 
 @contextlib.contextmanager
@@ -160,24 +176,20 @@ def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
             for folder in (plain, mount.path):
                 writer.call("save_client", path=str(folder / FILE))
         reader = stack.enter_context(bench.worker())
-
-        def loader(name: str, path: Path, **options: Any) -> Contender:
-            def play() -> float:
-                timing = reader.call("load_only", path=str(path), **options)
-                return total_bytes / timing.seconds / 1e9
-
-            play()  # imports torch and touches fresh memory
-            return Contender(name=name, play=play, prepare=drop_caches)
-
+        common: dict[str, Any] = {
+            "workers": [reader],
+            "total_bytes": total_bytes,
+            "command": "load_only",
+        }
         yield [
             Contender(
                 name="fio",
                 play=lambda: fio.read_gb_per_s(plain / FILE),
                 prepare=drop_caches,
             ),
-            loader("fpfs.client", mount.path / FILE, client=True),
-            loader("torch.load from fpfs", mount.path / FILE, client=False),
-            loader("torch.load", plain / FILE, client=False),
+            loader("fpfs.client", path=mount.path / FILE, client=True, **common),
+            loader("torch.load from fpfs", path=mount.path / FILE, client=False, **common),
+            loader("torch.load", path=plain / FILE, client=False, **common),
         ]
 
 

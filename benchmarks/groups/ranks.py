@@ -1,7 +1,8 @@
-"""fpfs.save by several ranks of a group, durable, each writing its part of one file.
+"""Ranks of a group save one file together, durable, each writing its part, and load it.
 
-On the plain disk beside the device's limit and torch.distributed.checkpoint, which has a file of
-each rank; and in the lab, where devices are slower than ranks and their number is what counts.
+Saves on the plain disk beside the device's limit and torch.distributed.checkpoint, which has a file
+of each rank; and in the lab, where devices are slower than ranks and their number is what counts.
+Loads are of one file by all ranks at once.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks.framework import Bound, Contender, Entry, Group
-from benchmarks.groups.client import FILE, rotating
+from benchmarks.groups.client import FILE, loader, rotating
 from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S, WIDTHS
 from benchmarks.peers import fio
 from benchmarks.places import Bench, FpfsMount, drop_caches, state_bytes, sync
-from benchmarks.worker import Worker, together
+from benchmarks.worker import Worker, alike, together
 
 RANKS = (2, 4)
 
@@ -28,7 +30,7 @@ def _group(bench: Bench, size: int, *, tensors: int, layout: str) -> Iterator[Se
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         together(workers, "join", rank=range(size), size=[size] * size, port=[port] * size)
-        together(workers, "lay_out", layout=[layout] * size)
+        alike(workers, "lay_out", layout=layout)
         yield workers
 
 
@@ -87,27 +89,29 @@ def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
         with bench.worker(tensors=tensors) as writer:
             writer.call("save_client", path=str(plain / FILE))
 
-        def loader(name: str, layout: str, command: str, **options: object) -> Contender:
-            workers = stack.enter_context(_group(bench, 2, tensors=tensors, layout=layout))
-            path = str(mount.path / f"{layout}.pt")
-            together(workers, "save_client", path=[path] * len(workers))
-            arguments = {"path": path, **options}
-
-            def play() -> float:
-                of_all = {key: [value] * len(workers) for key, value in arguments.items()}
-                return total_bytes / together(workers, command, **of_all) / 1e9
-
-            play()  # touches fresh memory
-            return Contender(name=name, play=play, prepare=drop_caches)
-
-        yield [
-            Contender(
-                name="fio", play=lambda: fio.read_gb_per_s(plain / FILE), prepare=drop_caches
-            ),
-            loader("2 ranks, each all", "replicas", "load_only", client=True),
-            loader("2 ranks, each all, in place", "replicas", "load_into"),
-            loader("2 ranks, each its rows", "rows", "load_into"),
+        entries: list[Entry] = [
+            Contender(name="fio", play=lambda: fio.read_gb_per_s(plain / FILE), prepare=drop_caches)
         ]
+        options: dict[str, Any]
+        for name, layout, command, options in (
+            ("2 ranks, each all", "replicas", "load_only", {"client": True}),
+            ("2 ranks, each all, in place", "replicas", "load_into", {}),
+            ("2 ranks, each its rows", "rows", "load_into", {}),
+        ):
+            workers = stack.enter_context(_group(bench, 2, tensors=tensors, layout=layout))
+            path = mount.path / f"{layout}.pt"
+            alike(workers, "save_client", path=str(path))
+            entries.append(
+                loader(
+                    name,
+                    workers=workers,
+                    path=path,
+                    total_bytes=total_bytes,
+                    command=command,
+                    **options,
+                )
+            )
+        yield entries
 
 
 @contextlib.contextmanager
@@ -151,8 +155,7 @@ def _fresh(
         mount.flush()
 
     def play() -> float:
-        seconds = together(workers, "save_client", path=[str(path)] * len(workers))
-        return total_bytes / seconds / 1e9
+        return total_bytes / alike(workers, "save_client", path=str(path)) / 1e9
 
     return Contender(name=name, prepare=prepare, play=play, settle=mount.flush)
 
