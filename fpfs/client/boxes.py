@@ -112,11 +112,6 @@ class Sharding(NamedTuple):
     """Each a dimension of the mesh and one of the tensor that it cuts, in the order of cutting."""
 
     @property
-    def bytes(self) -> int:
-        """Of the whole."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
     def holders(self) -> Ints:
         """Ranks that have the same part: of shape (parts, ranks that have it)."""
         cutting = self._cutting

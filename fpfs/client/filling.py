@@ -159,7 +159,8 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
 def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether copy_ knows how."""
     try:
-        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+        made = torch.empty(1, dtype=source, device="cpu")
+        torch.empty(1, dtype=target, device="cpu").copy_(made)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -219,7 +220,7 @@ def _fill_block(
         _fill_block(file, filling, first, start, strides)
         _fill_block(file, filling, second, start + half * strides[dim], strides)
         return
-    buffer = torch.empty(elements, dtype=source.dtype)
+    buffer = torch.empty(elements, dtype=source.dtype, device="cpu")
     at = filling.offset + start * source.itemsize
     file.read_pieces([(buffer.data_ptr(), buffer.nbytes, at)], buffer)
     block = buffer.as_strided(target.shape, strides)

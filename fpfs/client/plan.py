@@ -308,8 +308,9 @@ class Plan:
         writing = [load for load in self.loads if load > 0]
         low, high = format_size(min(writing, default=0)), format_size(max(writing, default=0))
         each = low if low == high else f"{low} to {high}"
+        tensors = len(self.records.sizes)
         return (
-            f"{format_size(self.records.file_bytes)} in {len(self.records.sizes)} tensors:"
+            f"{format_size(self.records.file_bytes)} in {tensors} tensor{'s' * (tensors != 1)}:"
             f" {len(writing)} of {len(self.loads)} ranks write {each} each ({self.writers})"
         )
 

@@ -87,7 +87,7 @@ def _members(sharding: Sharding, topology: Topology) -> list[list[int]]:
     ]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def _planned(records: Records, topology: Topology, writers: Writers, *, gathers: bool) -> Plan:
     return Plan(records, topology, writers, gathers=gathers)
 

@@ -21,7 +21,7 @@ from fpfs.core.policy import CHUNK_BYTES_DEFAULT
 from fpfs.core.protocol.control import ControlClient, find_fpfs
 from fpfs.core.protocol.reports import FileRun
 from fpfs.core.protocol.whereabouts import describe_one, locate
-from fpfs.core.refusal import Refused
+from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.units import format_size, parse_size_bytes
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ def _simulated(simulate: str | None, tensors: int) -> _File:
 def _read(path: str, simulate: str | None) -> _File:
     """Return what the archive's directory tells of a file of torch.save."""
     asked = f"plan of {path}"
+    refuse_empty(path, what="path", asked="plan")
     if simulate is not None:
         raise Refused(asked=asked, wrong="there is a file", remedy="leave --simulate out")
     try:

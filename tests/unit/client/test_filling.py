@@ -141,6 +141,20 @@ def test_ranks_begin_at_different_places(tmp_path: Path, monkeypatch: pytest.Mon
         assert first == pytest.approx(rank / 4, abs=0.01)
 
 
+def test_tensors_stay_where_they_are_whatever_the_default_device(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    saved = {
+        "rows": torch.arange(60.0).reshape(6, 10),
+        "columns": torch.arange(60.0).view(10, 6).t(),
+    }
+    torch.save(saved, path)
+    into = {name: torch.zeros(6, 10, dtype=torch.float64) for name in saved}
+    with torch.device("meta"):
+        client.load(path, into=into)
+    for name, tensor in saved.items():
+        assert torch.equal(into[name], tensor.double())
+
+
 @pytest.mark.parametrize("how", ["rows", "transposed", "permuted"])
 def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Whatever the order of the dimensions in the file, and also if a row is more than a block."""
