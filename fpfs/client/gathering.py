@@ -18,7 +18,7 @@ import msgspec
 
 from fpfs.client.boxes import box_of, runs_of
 from fpfs.client.container import Container, Record
-from fpfs.client.peers import GONE, Peers, Process, RankFailed
+from fpfs.client.peers import Peers, Process
 from fpfs.core.transfers import allow_reading, read_process
 
 logger = logging.getLogger(__name__)
@@ -102,13 +102,15 @@ def strips_of(
     return strips
 
 
-def check_sources(sources: Iterable[Source]) -> None:
-    """Raise RankFailed if a rank that was to be read from is no more."""
+def gone_of(sources: Iterable[Source]) -> list[int]:
+    """Ranks that were to be read from and are no more."""
+    gone = []
     for source in sources:
         try:
             read_process(source.pid, source.address, 1)
-        except ProcessLookupError as error:
-            raise RankFailed(source.rank, GONE, gone=True) from error
+        except ProcessLookupError:
+            gone.append(source.rank)
+    return gone
 
 
-__all__ = ["Offered", "Source", "Strip", "can_gather", "check_sources", "strips_of"]
+__all__ = ["Offered", "Source", "Strip", "can_gather", "gone_of", "strips_of"]

@@ -267,13 +267,15 @@ class Ranks:
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed or died."""
         with self._reaching_store():
+            # Who has ended, first: a rank that fails says so before it ends.
+            gone = self._gone()
             if self._store.check([self._key("failed")]):
                 content = self._store.get(self._key("failed"))
                 failure = msgspec.msgpack.decode(content, type=_Failure)
                 raise RankFailed(
                     failure.rank, failure.cause, errno=failure.errno, gone=failure.gone
                 )
-            for rank in self._gone():
+            for rank in gone:
                 raise RankFailed(rank, GONE, gone=True)
 
     def tell(self, error: BaseException) -> None:

@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from fpfs.client.container import Container, Layout, Record
-from fpfs.client.gathering import Source, Strip, check_sources, strips_of
+from fpfs.client.gathering import Source, Strip, gone_of, strips_of
 from fpfs.client.paths import default_threads
-from fpfs.client.peers import Peers
+from fpfs.client.peers import GONE, Peers, RankFailed
 from fpfs.client.plan import NO_PIECES, Piece, Share
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
@@ -82,9 +82,12 @@ def write_share(share: Share, task: Task, container: Container, peers: Peers, ow
             if own_fd < 0 and not mount_containing(os.fsdecode(task.temporary_path)).is_fpfs:
                 # Rank 0 flushes what it knows of, which may be less on another machine.
                 os.fsync(fd)
-        except OSError:
-            peers.check()  # Who failed no longer has what was read there.
-            check_sources(itertools.chain.from_iterable(task.sources.values()))
+        except OSError as error:
+            # Who failed or died no longer has what was read there.
+            gone = gone_of(itertools.chain.from_iterable(task.sources.values()))
+            peers.check()
+            for rank in gone:
+                raise RankFailed(rank, GONE, gone=True) from error
             raise
         finally:
             if own_fd < 0:

@@ -560,6 +560,49 @@ def test_a_rank_dies_that_others_read(forks: Worlds, path: Path, rank: int) -> N
     assert is_as_before(path)
 
 
+def save_and_end_first(path: str, looks_at: str) -> None:
+    """As a rank: 0 fails, and ends while 1 looks who has."""
+    tensor = distribute_tensor(torch.arange(4e6).reshape(1000, 4000), a_mesh(), [Shard(1)])
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    looking = Path(f"{path}.looking")
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            wait_until(looking.exists)
+            looking.unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if looks_at == "memory":
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        return transfers.write_pieces(*arguments, **options)
+
+    def look(*arguments: Any, **options: Any) -> list[int]:
+        looking.touch()
+        ended = os.pidfd_open(pids[0])
+        assert select.select([ended], [], [], 60)[0]
+        found = looked(*arguments, **options)
+        assert found == [0]
+        return found
+
+    looked = writing.gone_of if looks_at == "memory" else peers._Watch.gone
+    writing.write_pieces = write
+    if dist.get_rank() == 1 and looks_at == "memory":
+        writing.gone_of = look
+    elif dist.get_rank() == 1:
+        peers._Watch.gone = look  # type: ignore[method-assign]
+    client.save({"columns": tensor}, path)
+
+
+@pytest.mark.parametrize("looks_at", ["processes", "memory"])
+def test_a_rank_that_has_ended_has_said_why(forks: Worlds, path: Path, looks_at: str) -> None:
+    ranks = forks.start(2, save_and_end_first, path, looks_at).outcomes()
+    own, other = (outcome.error for outcome in ranks)
+    cause = f"OSError: [Errno {errno.EIO}] {os.strerror(errno.EIO)}"
+    assert own == f"{cause}: '{path}'"
+    assert other == f"RankFailed: rank 0: {cause}"
+    assert is_as_before(path)
+
+
 def train_and_save(path: str, columns: bool) -> None:
     """As a rank: FSDP2, with tensor parallelism, and an optimizer."""
     torch.manual_seed(0)
