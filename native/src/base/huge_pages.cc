@@ -72,4 +72,11 @@ void allocate_huge_pages(int fd, char* base, uint64_t bytes) {
   }
 }
 
+void prefer_huge_pages(char* data, uint64_t bytes) {
+  if (bytes < kHugePageBytes) return;
+  // Whole small pages, not whole huge ones: so neighbours stay one mapping, and mappings are few.
+  char* const first = data - reinterpret_cast<uintptr_t>(data) % kSmallPageBytes;
+  madvise(first, static_cast<size_t>(data + bytes - first), MADV_HUGEPAGE);
+}
+
 }  // namespace fpfs

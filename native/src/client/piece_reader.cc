@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <string>
 
+#include "base/huge_pages.h"
+
 namespace fpfs {
 
 PieceReader::PieceReader(const std::vector<Piece>& pieces, const PieceReaderConfig& config)
     : config_(config) {
   for (const Piece& piece : pieces) {
+    prefer_huge_pages(piece.data, piece.bytes);
     for (uint64_t done = 0; done < piece.bytes;) {
       const uint64_t at = piece.offset + done;
       const uint64_t bytes =

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -171,6 +172,27 @@ def test_places_in_memory(path: Path, map_location: Any) -> None:
     state = large_state(seed=5, tensors=3)
     save(state, path)
     assert same(load(path, map_location=map_location), state)
+
+
+def flags_at(address: int) -> list[str]:
+    """What the kernel has been told about this process's memory at `address`."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            holds = int(found[1], 16) <= address < int(found[2], 16)
+        elif holds and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no memory at {address:#x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_large_tensors_come_to_huge_pages(path: Path) -> None:
+    save({"large": torch.ones(10**7)}, path)
+    large = load(path)["large"]
+    for address in (large.data_ptr(), large.data_ptr() + large.nbytes - 1):
+        assert "hg" in flags_at(address)  # MADV_HUGEPAGE
 
 
 @pytest.mark.parametrize("map_location", ["meta", torch.device("meta"), {"cpu": "meta"}])
