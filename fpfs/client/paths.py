@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
+from fpfs.core.mounts import mount_containing
+
+logger = logging.getLogger(__name__)
+
 THREADS_MAX = 8
+
+_said_elsewhere: set[str] = set()
+"""Mountpoints."""
 
 
 def resolve(path: str | bytes | os.PathLike[Any]) -> str:
@@ -20,6 +28,21 @@ def resolve(path: str | bytes | os.PathLike[Any]) -> str:
     if not name:
         raise FileNotFoundError("the path is an empty string: is a variable unset?")
     return os.path.realpath(name)
+
+
+def is_on_fpfs(path: str) -> bool:
+    """Whether `path` is on a mount of fpfs; the log says where else, once for each filesystem."""
+    entry = mount_containing(path)
+    if not entry.is_fpfs and entry.mountpoint not in _said_elsewhere:
+        _said_elsewhere.add(entry.mountpoint)
+        logger.warning(
+            "%s is on %s (%s), not on a mount of fpfs: checkpoints are saved and loaded there at"
+            " that filesystem's speed",
+            path,
+            entry.mountpoint,
+            entry.filesystem_type,
+        )
+    return entry.is_fpfs
 
 
 def default_threads() -> int:

@@ -24,7 +24,7 @@ import os
 import stat
 from types import TracebackType
 
-from fpfs.core.mounts import mount_containing
+from fpfs.client.paths import is_on_fpfs
 from fpfs.core.temporary_names import is_temporary, make_temporary
 from fpfs.core.transfers import reserve_file
 
@@ -43,7 +43,7 @@ class Replacement:
         directory, self._name = os.path.split(path)
         if not self._name:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        self._on_fpfs = mount_containing(directory).is_fpfs
+        self._on_fpfs = is_on_fpfs(directory)
         self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._temporary = ""
         self._lock_fd = -1

@@ -90,7 +90,8 @@ def save(
     durable: return when the file and its name survive power loss, as after fsync(2).
     timeout_s: seconds that a rank waits at most for another that it knows nothing of.
 
-    Elsewhere than on a mount of fpfs it works as well, and flushes the file before the rename.
+    Elsewhere than on a mount of fpfs it works as well, says so once in the log, and flushes the
+    file before the rename.
 
     Raises OSError as open(2) and write(2) do (ENOSPC before the first byte is written, where the
     filesystem can reserve room), TypeError of what is no path, ValueError of a tensor whose parts

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -180,14 +181,19 @@ def save_and_save(path: str, step: int) -> None:
 
 
 def test_a_rank_that_is_killed_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
+    """Nor is it noticed that the server is killed meanwhile, as in every other round."""
+    own.expect_log("died .signal 9.: starting another")
     chance = random.Random(chosen_seed())
     path = own.root / "state.pt"
     last = 0
-    for _ in range(KILLS):
+    for number in range(KILLS):
         before = path.stat().st_ino if last else 0
         world = forks.start(3, save_and_save, path, last + 1)
         wait_until(lambda before=before: path.exists() and path.stat().st_ino != before)
         time.sleep(chance.uniform(0, DELAY_S))
+        if number % 2:
+            kill(own)
+            time.sleep(chance.uniform(0, DELAY_S))
         killed = chance.randrange(3)
         world.kill(killed)
         errors = [outcome.error for outcome in world.outcomes()]
@@ -195,6 +201,21 @@ def test_a_rank_that_is_killed_leaves_a_whole_file(own: Mount, forks: Worlds) ->
         assert errors == [f"RankFailed: rank {killed}: its process is no more"] * 2
         assert os.listdir(own.root) == ["state.pt"]
         last = step_of(path)
+
+
+def test_a_mount_that_goes_away_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
+    path = own.root / "state.pt"
+    world = forks.start(3, save_and_save, path, 1)
+    wait_until(path.exists)
+    first = path.stat().st_ino
+    wait_until(lambda: path.stat().st_ino != first)
+    own.kill(own.keeper_pid, own.server_pid)
+    for outcome in world.outcomes():
+        assert re.search(r"\[Errno \d+\] (Transport endpoint|Software caused)", str(outcome.error))
+    own.tear_down()
+    own.mount()
+    assert os.listdir(own.root) == ["state.pt"]
+    assert step_of(path) >= 1
 
 
 def test_durable_is_durable(directory: Path, mount: Mount) -> None:

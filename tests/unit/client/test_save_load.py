@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fpfs.client import load, save
+from fpfs.client import load, paths, save
+from fpfs.core.mounts import mount_containing
 from tests.support.states import Custom, large_state, nested_states, same, some_states
 
 # torch's own, of types that it is not done with.
@@ -172,6 +173,20 @@ def test_places_in_memory(path: Path, map_location: Any) -> None:
     state = large_state(seed=5, tensors=3)
     save(state, path)
     assert same(load(path, map_location=map_location), state)
+
+
+def test_what_is_not_on_fpfs_is_said_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paths, "_said_elsewhere", set())
+    for _ in range(2):
+        save({"step": 1}, path)
+        load(path)
+    (line,) = caplog.messages
+    entry = mount_containing(str(path))
+    assert line.startswith(
+        f"{path.parent} is on {entry.mountpoint} ({entry.filesystem_type}), not on a mount of fpfs:"
+    )
 
 
 def flags_at(address: int) -> list[str]:
