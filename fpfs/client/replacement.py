@@ -55,7 +55,7 @@ class Replacement:
             if former is not None:
                 self._take_attributes(former)
         except BaseException:
-            self._discard()
+            self.discard()
             raise
 
     @property
@@ -89,6 +89,12 @@ class Replacement:
         if durable:
             os.fsync(self._directory_fd)
 
+    def flush(self) -> None:
+        """After a commit: return when the file and its name survive power loss."""
+        # Of what was closed for writing, the descriptor that has the lock is left.
+        os.fsync(self._lock_fd if self._fd < 0 else self._fd)
+        os.fsync(self._directory_fd)
+
     def __enter__(self) -> Replacement:
         return self
 
@@ -98,9 +104,9 @@ class Replacement:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._discard()
+        self.discard()
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """Remove the file, unless it has its name, and close what is open."""
         with contextlib.ExitStack() as closing:
             for name in ("_directory_fd", "_lock_fd", "_fd"):

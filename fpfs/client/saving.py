@@ -2,7 +2,7 @@
 
 How: torch.save lays the file out without moving a tensor's bytes (`container`), the file is sized
 and its room reserved, native threads write tensors from where they lie to where they belong, and
-one rename gives the file its name (`replacement`). Ranks of a group each write a share (`shares`)
+one rename gives the file its name (`replacement`). Ranks of a group each write a share (`planning`)
 and tell each other how it went (`peers`); one process is a group of one.
 
 Concurrency: `save` may be called from several threads at once, by one of them for a group. A tensor
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from fpfs.client.container import Container, lay_out
+from fpfs.client.container import Container, Layout, lay_out
 from fpfs.client.gathering import Offered, Source, can_gather
 from fpfs.client.paths import resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
@@ -28,7 +28,7 @@ from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.client.writing import Done, Task, Written, rest_of, write, write_share
+from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
@@ -99,60 +99,27 @@ def save(
     RankFailed of what another rank has raised.
     """
     started = time.monotonic()
-    with peers_of(group, timeout_s=timeout_s) as peers:
-        name = resolve(path)
-        try:
-            finished = _save(state, name, peers, plan, durable=durable, started=started)
-        except RankFailed as error:
-            if error.rank == 0 and error.gone:
-                # It made the file, and would have removed it. The mount may have gone with it.
-                with contextlib.suppress(OSError):
-                    remove_left(name)
-            raise
-        except OSError as error:
-            # What fails for a descriptor does not know the name.
-            if error.filename is None:
-                error.filename = name
-            raise
+    with Save(peers_of(group, timeout_s=timeout_s)) as steps:
+        steps.agree(state, path, plan)
+        laid_out = time.monotonic()
+        finished = steps.write(durable=durable)
     return Saved(
-        path=name,
+        path=steps.path,
         bytes=finished.total_bytes,
         seconds=time.monotonic() - started,
-        lay_out_s=finished.lay_out_s,
+        lay_out_s=laid_out - started,
         write_s=finished.write_s,
         durable=durable,
         written=finished.written,
     )
 
 
-def _save(
-    state: Any, name: str, peers: Peers, plan: Plan | None, *, durable: bool, started: float
-) -> _Finished:
-    """What each rank does."""
-    container = lay_out(state, whole=peers.is_group)
-    planning = Planning(container, peers, plan)
-    offered = Offered(container)
-    offer = _Offer(
-        path=os.fsencode(name),
-        tensors=len(container.tensors),
-        bytes_of_storages=int(planning.records.sizes.sum()),
-        records=planning.records.digest,
-        layout=container.layout_digest(),
-        plan=planning.digest,
-        process=Process.own(),
-        addresses=offered.addresses,
-    )
-    with _Coordinator(
-        name, container, planning, peers, durable=durable, started=started
-    ) as coordinator:
-        task = peers.exchange("share", offer, coordinator.divide, of=Task)
-        records = planning.records
-        if task.layout is not None:
-            container = container.laid_out_as(task.layout)
-            records = container.records()
-        share = planning.plan(records, gathers=task.gathers).share(peers.rank)
-        part = write_share(share, task, container, peers, coordinator.fd)
-        return peers.exchange("part", part, coordinator.finish, of=_Finished)
+class Finished(msgspec.Struct):
+    """What rank 0 knows in the end: the fields of `Saved` that are the same on all ranks."""
+
+    total_bytes: int
+    write_s: float
+    written: tuple[Written, ...]
 
 
 class _Offer(msgspec.Struct):
@@ -172,40 +139,36 @@ class _Offer(msgspec.Struct):
     """`Offered.addresses`."""
 
 
-class _Finished(msgspec.Struct):
-    """What rank 0 knows in the end: the fields of `Saved` that are the same on all ranks."""
+class _Agreed(msgspec.Struct):
+    """What a rank learns from all offers."""
 
-    total_bytes: int
-    lay_out_s: float
-    write_s: float
-    written: tuple[Written, ...]
+    gathers: bool
+    """Whether ranks can read each other's memory, and have to."""
+    layout: Layout | None
+    """How the file is laid out; None: as this rank has laid it out."""
 
 
-class _Coordinator:
-    """Rank 0's part: the file, its shares, and its name at last. Other ranks call nothing of it."""
+class Save:
+    """A save, step by step. As a context: what is begun and not finished is undone.
 
-    def __init__(
-        self,
-        name: str,
-        container: Container,
-        planning: Planning,
-        peers: Peers,
-        *,
-        durable: bool,
-        started: float,
-    ) -> None:
-        self._name = name
-        self._container = container
-        self._planning = planning
+    All ranks of the group do each step, which raises as `save`. A step may be another thread's than
+    the one before.
+    """
+
+    path = ""
+    """The file, links followed; after `agree`."""
+    _container: Container
+    _planning: Planning
+    _offered: Offered
+    _plan: Plan
+
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._durable = durable
-        self._started = started
-        self._laid_out = started
-        self._stack = contextlib.ExitStack()
         self._replacement: Replacement | None = None
-        self._plan: Plan | None = None
+        """Rank 0's."""
 
-    def __enter__(self) -> _Coordinator:
+    def __enter__(self) -> Save:
+        self._peers.__enter__()
         return self
 
     def __exit__(
@@ -214,63 +177,109 @@ class _Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            # First, or ranks that come late would only find that there is no file.
-            self._peers.tell(error)
-        self._stack.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._peers.__exit__, kind, error, trace)
+            if error is not None:
+                # First, or ranks that come late would only find that there is no file.
+                self._peers.tell(error)
+            if self._replacement is not None:
+                self._replacement.discard()
+            if isinstance(error, RankFailed) and error.rank == 0 and error.gone:
+                # It made the file, and would have removed it. The mount may have gone with it.
+                with contextlib.suppress(OSError):
+                    remove_left(self.path)
+            if isinstance(error, OSError) and error.filename is None and self.path:
+                # What fails for a descriptor does not know the name.
+                error.filename = self.path
+
+    def agree(self, state: Any, path: str | bytes | os.PathLike[Any], plan: Plan | None) -> None:
+        """Lay out the file, make sure that all ranks save the same, and know who writes what."""
+        self.path = resolve(path)
+        container = lay_out(state, whole=self._peers.is_group)
+        self._planning = Planning(container, self._peers, plan)
+        self._offered = Offered(container)
+        offer = _Offer(
+            path=os.fsencode(self.path),
+            tensors=len(container.tensors),
+            bytes_of_storages=int(self._planning.records.sizes.sum()),
+            records=self._planning.records.digest,
+            layout=container.layout_digest(),
+            plan=self._planning.digest,
+            process=Process.own(),
+            addresses=self._offered.addresses,
+        )
+
+        def agree(offers: list[_Offer]) -> list[_Agreed]:
+            _compare(offers)
+            gathers = can_gather(
+                [offer.process for offer in offers], [offer.addresses for offer in offers]
+            )
+            layout = None
+            if any(offer.layout != offers[0].layout for offer in offers):
+                layout = container.layout()
+            return [
+                _Agreed(gathers, None if offer.layout == offers[0].layout else layout)
+                for offer in offers
+            ]
+
+        agreed = self._peers.exchange("offer", offer, agree, of=_Agreed)
+        records = self._planning.records
+        if agreed.layout is not None:
+            container = container.laid_out_as(agreed.layout)
+            records = container.records()
+        self._container = container
+        self._plan = self._planning.plan(records, gathers=agreed.gathers)
+
+    def write(self, *, durable: bool) -> Finished:
+        """Write this rank's share; returns when all have written, and the file has its name."""
+        started = time.monotonic()
+        addresses = {number: self._offered.addresses[number] for number in self._plan.gathered}
+        located = Located(os.getpid(), addresses)
+        task = self._peers.exchange("share", located, self._make_file, of=Task)
+        share = self._plan.share(self._peers.rank)
+        own_fd = -1 if self._replacement is None else self._replacement.fd
+        done = write_share(share, task, self._container, self._peers, own_fd)
+
+        def finish(parts: list[Done]) -> list[Finished]:
+            written = self._write_rest(parts)
+            seconds = time.monotonic() - started
+            self._file.commit(durable=durable)
+            finished = Finished(self._container.bytes, seconds, written)
+            return [finished] * len(parts)
+
+        return self._peers.exchange("part", done, finish, of=Finished)
 
     @property
-    def fd(self) -> int:
-        """Of the file; negative on other ranks, which have only its path."""
-        return -1 if self._replacement is None else self._replacement.fd
+    def _file(self) -> Replacement:
+        assert self._replacement is not None
+        return self._replacement
 
-    def divide(self, offers: list[_Offer]) -> list[Task]:
-        """Make the file, with room for all of it, and tell each rank what to write."""
-        _compare(offers)
-        container = self._container
-        gathers = can_gather(
-            [offer.process for offer in offers], [offer.addresses for offer in offers]
-        )
-        self._plan = self._planning.plan(self._planning.records, gathers=gathers)
-        replacement = self._replacement = self._stack.enter_context(Replacement(self._name))
-        replacement.reserve(container.bytes)
-        self._laid_out = time.monotonic()
-        path = os.fsencode(replacement.temporary_path)
-        layout = None
-        if any(offer.layout != offers[0].layout for offer in offers):
-            layout = container.layout()
+    def _make_file(self, ranks: list[Located]) -> list[Task]:
+        """Rank 0: make the file, with room for all of it, and tell where everything is."""
+        self._replacement = Replacement(self.path)
+        self._replacement.reserve(self._container.bytes)
+        path = os.fsencode(self._replacement.temporary_path)
         tasks = []
-        for rank in range(len(offers)):
+        for rank in range(len(ranks)):
             sources = {}
             if self._plan.gathered:
                 own = set(self._plan.share(rank).table[:, 2].tolist())
                 for number in own.intersection(self._plan.gathered):
                     sources[number] = [
-                        Source(holder, offers[holder].process.pid, offers[holder].addresses[number])
+                        Source(holder, ranks[holder].pid, ranks[holder].addresses[number])
                         for holder in self._planning.holders(number, nearest=rank)
                     ]
-            is_as_here = offers[rank].layout == offers[0].layout
-            tasks.append(Task(path, gathers, None if is_as_here else layout, sources))
+            tasks.append(Task(path, sources))
         return tasks
 
-    def finish(self, parts: list[Done]) -> list[_Finished]:
-        """Write what is left, and give the file its name."""
-        assert self._replacement is not None
-        assert self._plan is not None
+    def _write_rest(self, parts: list[Done]) -> tuple[Written, ...]:
+        """Rank 0: write what had to wait for all CRC32s."""
         rest = rest_of(self._plan.rest, [part.crcs for part in parts], self._container)
-        write(rest, self._container, fd=self._replacement.fd, threads=1)
-        own = parts[0].written
+        write(rest, self._container, fd=self._file.fd, threads=1)
         rest_bytes = sum(self._container.text_part(number).bytes for number in rest.texts)
+        own = parts[0].written
         parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
-        written_at = time.monotonic()
-        self._replacement.commit(durable=self._durable)
-        finished = _Finished(
-            total_bytes=self._container.bytes,
-            lay_out_s=self._laid_out - self._started,
-            write_s=written_at - self._laid_out,
-            written=tuple(part.written for part in parts if part.written.bytes > 0),
-        )
-        return [finished] * len(parts)
+        return tuple(part.written for part in parts if part.written.bytes > 0)
 
 
 def _compare(offers: list[_Offer]) -> None:

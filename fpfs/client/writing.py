@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from fpfs.client.container import Container, Layout, Record
+from fpfs.client.container import Container, Record
 from fpfs.client.gathering import Source, Strip, gone_of, strips_of
 from fpfs.client.paths import default_threads
 from fpfs.client.peers import GONE, Peers, RankFailed
@@ -37,14 +37,18 @@ class Written(NamedTuple):
     threads: int
 
 
+class Located(msgspec.Struct):
+    """Where others read what a rank has of tensors that are cut along an inner dimension."""
+
+    pid: int
+    addresses: dict[int, int]
+    """By the records' numbers. 0: it has nothing."""
+
+
 class Task(msgspec.Struct):
     """What a rank cannot know of what it is to write, from rank 0."""
 
     temporary_path: bytes
-    gathers: bool
-    """Whether ranks can read each other's memory, and have to."""
-    layout: Layout | None
-    """How the file is laid out; None: as this rank has laid it out."""
     sources: dict[int, list[Source]]
     """Of the records that the rank writes of and several ranks have parts of, by their numbers."""
 
@@ -207,4 +211,4 @@ def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
     return copy.data_ptr() - piece.start, copy
 
 
-__all__ = ["Done", "Task", "Written", "crc32_parts", "rest_of", "write", "write_share"]
+__all__ = ["Done", "Located", "Task", "Written", "crc32_parts", "rest_of", "write", "write_share"]
