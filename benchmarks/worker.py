@@ -123,6 +123,8 @@ class Commands:
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
+        self._copy: dict[str, Any] = {}
+        self._saver: Any = None
 
     def state(self, *, tensors: int) -> None:
         """Make a state of `tensors` x 64 MiB random bytes."""
@@ -196,6 +198,27 @@ class Commands:
         from fpfs.client import save
 
         save(self._state, path, durable=True)
+
+    def copy(self) -> None:
+        """Copy the state to memory that is there, but for the first time."""
+        if not self._copy:
+            self._copy = {name: tensor.clone() for name, tensor in self._state.items()}
+        for name, tensor in self._state.items():
+            self._copy[name].copy_(tensor)
+
+    def save_beside(self, *, path: str) -> None:
+        """Begin to save the state with fpfs."""
+        self._saver.save(self._state, path)
+
+    def wait_beside(self, *, memory_bytes: int = 0) -> None:
+        """Until that is durable. memory_bytes: then go on with a new saver that has so many."""
+        from fpfs.client import AsyncSaver
+
+        if self._saver is not None:
+            self._saver.wait()
+        if self._saver is None or memory_bytes:
+            self._saver = None
+            self._saver = AsyncSaver(memory_bytes=memory_bytes)
 
     def save_dcp(self, *, path: str) -> None:
         """Save the state with torch.distributed.checkpoint, as many threads as help, and fsync."""

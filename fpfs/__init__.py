@@ -2,7 +2,7 @@
 
 `fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
 threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`, and who writes what,
-`Plan` and `Topology`. They need torch.
+`Plan` and `Topology`. `fpfs.AsyncSaver` saves beside training. They need torch.
 
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
 how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from fpfs.client import ALONE, Plan, RankFailed, Topology, load, save
+    from fpfs.client import ALONE, AsyncSaver, Plan, RankFailed, Topology, load, save
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
     from fpfs.core.protocol.whereabouts import NotKept, status, wait_durable
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALONE",
+    "AsyncSaver",
     "FileStatus",
     "NotKept",
     "Plan",
@@ -43,6 +44,7 @@ __all__ = [
 
 _PLACES = {
     "ALONE": "fpfs.client",
+    "AsyncSaver": "fpfs.client",
     "FileStatus": "fpfs.core.protocol.reports",
     "NotKept": "fpfs.core.protocol.whereabouts",
     "Plan": "fpfs.client",

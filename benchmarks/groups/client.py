@@ -166,6 +166,38 @@ def _deepspeed(
 
 
 @contextlib.contextmanager
+def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """Seconds that a save beside training takes until it returns."""
+    tensors = bench.scale.tensors
+    names = itertools.cycle(f"{number}.pt" for number in range(ROTATED))
+    # Each tensor, and what it is padded by.
+    memory_bytes = state_bytes(tensors) + tensors * 4096
+    with contextlib.ExitStack() as stack:
+        mount = stack.enter_context(bench.fpfs())
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        worker.call("copy")
+        worker.call("wait_beside", memory_bytes=memory_bytes)
+
+        def save() -> float:
+            return alike([worker], "save_beside", path=str(mount.path / next(names)))
+
+        def settle() -> None:
+            worker.call("wait_beside")
+            mount.flush()
+
+        yield [
+            Contender(name="copy", play=lambda: alike([worker], "copy")),
+            Contender(
+                name="a saver's first save",
+                prepare=lambda: worker.call("wait_beside", memory_bytes=memory_bytes),
+                play=save,
+                settle=settle,
+            ),
+            Contender(name="its next save", play=save, settle=settle),
+        ]
+
+
+@contextlib.contextmanager
 def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
     tensors = bench.scale.tensors
     total_bytes = state_bytes(tensors)
@@ -212,6 +244,16 @@ GROUPS = (
         unit="s/GiB",
         open=_processor_time,
         bounds=(Bound(contender="fpfs.client", figure=0.60, sense=Sense.AT_MOST),),
+    ),
+    Group(
+        name="client-stall",
+        title="fpfs.AsyncSaver.save of 1 GiB, until it returns",
+        unit="s",
+        open=_stalls,
+        bounds=tuple(
+            Bound(contender=name, peer="copy", figure=1.15, sense=Sense.AT_MOST)
+            for name in ("a saver's first save", "its next save")
+        ),
     ),
     Group(
         name="client-load",

@@ -1,4 +1,4 @@
-"""Checkpoints written and read side by side: `save` and `load`, for torch.save files."""
+"""Checkpoints written and read side by side: `save`, `AsyncSaver`, `load`, for torch.save files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from fpfs.client.async_saving import AsyncSaver, Saving
     from fpfs.client.loading import load
     from fpfs.client.peers import ALONE, RankFailed
     from fpfs.client.plan import Plan
@@ -14,16 +15,29 @@ if TYPE_CHECKING:
     from fpfs.client.topology import Topology
     from fpfs.client.writing import Written
 
-__all__ = ["ALONE", "Plan", "RankFailed", "Saved", "Topology", "Written", "load", "save"]
+__all__ = [
+    "ALONE",
+    "AsyncSaver",
+    "Plan",
+    "RankFailed",
+    "Saved",
+    "Saving",
+    "Topology",
+    "Written",
+    "load",
+    "save",
+]
 
 # The commands know plans, and do without torch.
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "ALONE": "fpfs.client.peers",
+        "AsyncSaver": "fpfs.client.async_saving",
         "Plan": "fpfs.client.plan",
         "RankFailed": "fpfs.client.peers",
         "Saved": "fpfs.client.saving",
+        "Saving": "fpfs.client.async_saving",
         "Topology": "fpfs.client.topology",
         "Written": "fpfs.client.writing",
         "load": "fpfs.client.loading",

@@ -27,6 +27,7 @@ from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
+from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
@@ -230,6 +231,12 @@ class Save:
         self._container = container
         self._plan = self._planning.plan(records, gathers=agreed.gathers)
 
+    def snapshot(self, memory: Memory) -> None:
+        """Copy what this rank writes, and what others read of it: so the tensors may change."""
+        share = self._plan.share(self._peers.rank)
+        self._container = memory.copy(self._container, share, whole=self._plan.gathered)
+        self._offered = Offered(self._container)
+
     def write(self, *, durable: bool) -> Finished:
         """Write this rank's share; returns when all have written, and the file has its name."""
         started = time.monotonic()
@@ -248,6 +255,15 @@ class Save:
             return [finished] * len(parts)
 
         return self._peers.exchange("part", done, finish, of=Finished)
+
+    def flush(self) -> None:
+        """Return when the file and its name survive power loss."""
+
+        def flush(ranks: list[None]) -> list[None]:
+            self._file.flush()
+            return ranks
+
+        self._peers.exchange("flush", None, flush, of=type(None))
 
     @property
     def _file(self) -> Replacement:

@@ -49,7 +49,7 @@ DELAY_S = 0.15
 SAVES = """
 import os, sys, torch
 from fpfs import client
-path = sys.argv[1]
+path, beside = sys.argv[1], sys.argv[2] == "beside training"
 torch.set_num_threads(1)
 for line in sys.stdin:
     child = os.fork()
@@ -59,10 +59,17 @@ for line in sys.stdin:
         continue
     step = int(line)
     state = {str(i): torch.zeros(500_001 + i, dtype=torch.int32) for i in range(8)}
+    saver = client.AsyncSaver()
     while True:
         for tensor in state.values():
             tensor.fill_(step)
-        client.save(state, path, durable=step % 3 == 0)
+        if beside:
+            saving = saver.save(state, path)
+            for tensor in state.values():
+                tensor.fill_(-1)
+            saving.acknowledged.result()
+        else:
+            client.save(state, path, durable=step % 3 == 0)
         os.write(1, f"saved {step}\\n".encode())
         step += 1
 """
@@ -234,10 +241,11 @@ def own() -> Iterator[Mount]:
         yield mount
 
 
-def test_a_saver_that_is_killed_leaves_a_whole_file(own: Mount) -> None:
+@pytest.mark.parametrize("how", ["at once", "beside training"])
+def test_a_saver_that_is_killed_leaves_a_whole_file(own: Mount, how: str) -> None:
     chance = random.Random(chosen_seed())
     path = own.root / "state.pt"
-    with python_child(SAVES, path) as saver:
+    with python_child(SAVES, path, how) as saver:
         assert saver.stdin is not None
         assert saver.stdout is not None
         last = 0
@@ -268,6 +276,32 @@ def test_a_server_that_is_killed_is_not_noticed(own: Mount) -> None:
         kill(own)
         client.save(states[number % 2], path, durable=True)
         assert same(client.load(path), states[number % 2])
+
+
+def test_a_save_beside_training(own: Mount) -> None:
+    """A server that is killed and a child that is forked meanwhile are not noticed."""
+    own.expect_log("died .signal 9.: starting another")
+    path = own.root / "state.pt"
+    state = large_state(seed=8)
+    client.save(state, path)
+    with client.AsyncSaver() as saver:
+        for _ in range(3):
+            saving = saver.save(state, path)
+            acknowledged = saving.acknowledged
+            wait_until(lambda a=acknowledged: a.done() or len(os.listdir(own.root)) == 2)
+            if (child := os.fork()) == 0:
+                signal.pause()
+            kill(own)
+            assert saving.durable.result(60).durable
+            status = fpfs.status(path)
+            assert isinstance(status, FileStatus)
+            assert status.durable
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert same(torch.load(path), state)
+    own.remount()
+    assert same(client.load(path), state)
+    assert os.listdir(own.root) == ["state.pt"]
 
 
 def test_a_full_device_is_found_before_the_first_byte(

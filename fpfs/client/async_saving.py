@@ -1,0 +1,177 @@
+"""Saves that training waits for no longer than a copy of its tensors takes.
+
+`AsyncSaver.save` lays out the file, agrees with the other ranks on who writes what, and copies what
+this rank writes. A thread writes the copy while training goes on (`saving`, `snapshot`).
+
+Concurrency: an `AsyncSaver` is used by one thread, and by the process that made it. It has one save
+under way: the next one waits for it, since both use the same memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fpfs.client.peers import Alone, peers_of
+from fpfs.client.plan import Plan
+from fpfs.client.saving import Save, Saved
+from fpfs.client.snapshot import Memory
+from fpfs.client.topology import TIMEOUT_S
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+class Saving:
+    """A save that is under way."""
+
+    def __init__(self, path: str, *, stall_s: float) -> None:
+        self.path = path
+        """The file, links followed."""
+        self.stall_s = stall_s
+        """How long `AsyncSaver.save` took: training waited so long."""
+        self.acknowledged: Future[Saved] = Future()
+        """Done when the name has the new file, whatever process dies."""
+        self.durable: Future[Saved] = Future()
+        """Done when file and name survive power loss."""
+
+    def __repr__(self) -> str:
+        state = "under way"
+        if self.durable.done():
+            state = "failed" if self.durable.exception() else "durable"
+        elif self.acknowledged.done():
+            state = "acknowledged"
+        return f"<Saving {self.path}: {state}>"
+
+
+class AsyncSaver:
+    """Saves beside training, one checkpoint after the other.
+
+    group, plan, timeout_s: as `save` has them.
+    memory_bytes: taken and touched now, for what this rank writes of a state; what is missing, the
+        first save adds, which takes ten times as long then.
+    strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
+
+    A context: at its end all saves are durable, or the failure is raised. So does the end of the
+    process wait for what is under way.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup | Alone | None = None,
+        plan: Plan | None = None,
+        memory_bytes: int = 0,
+        strict: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._strict = strict
+        self._timeout_s = timeout_s
+        self._memory = Memory()
+        self._memory.reserve(memory_bytes)
+        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, thread_name_prefix="fpfs-save"
+        )
+        """None: closed."""
+        self._last: Saving | None = None
+        self._pid = os.getpid()
+
+    def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
+        """Begin to save `state`, as `fpfs.save` does; return when it may change again.
+
+        Waits for the save before. Raises what that has failed of (if strict), TimeoutError if it
+        does not end within `timeout_s`, and what `fpfs.save` raises before it writes. What it
+        raises later is in `Saving`.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
+        if self._executor is None:
+            raise ValueError("the AsyncSaver is closed: make another one")
+        self.wait()
+        started = time.monotonic()
+        steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(steps)
+            steps.agree(state, path, self._plan)
+            steps.snapshot(self._memory)
+            saving = Saving(steps.path, stall_s=time.monotonic() - started)
+            self._executor.submit(self._write, saving, steps)
+            # The thread leaves the context.
+            stack.pop_all()
+        self._last = saving
+        return saving
+
+    def wait(self) -> None:
+        """Return when the last save is durable. Raises what it failed of, once, and as `save`."""
+        last = self._last
+        if last is None:
+            return
+        try:
+            last.durable.exception(self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the save of {last.path} has not ended for {self._timeout_s:.0f} s"
+            ) from None
+        self._last = None
+        if self._strict:
+            last.durable.result()
+
+    def close(self) -> None:
+        """Wait as `wait` does; nothing can be saved any more."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+            self._executor = None
+            self._memory = Memory()
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, saving: Saving, steps: Save) -> None:
+        started = time.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.push(steps)
+                finished = steps.write(durable=False)
+                saved = Saved(
+                    path=steps.path,
+                    bytes=finished.total_bytes,
+                    seconds=saving.stall_s + time.monotonic() - started,
+                    lay_out_s=saving.stall_s,
+                    write_s=finished.write_s,
+                    durable=False,
+                    written=finished.written,
+                )
+                saving.acknowledged.set_result(saved)
+                steps.flush()
+        except BaseException as error:  # noqa: BLE001 told by the futures
+            # Said now: there may be no next call.
+            logger.error("%s was not saved: %s: %s", saving.path, type(error).__name__, error)
+            if not saving.acknowledged.done():
+                saving.acknowledged.set_exception(error)
+            saving.durable.set_exception(error)
+            return
+        seconds = saving.stall_s + time.monotonic() - started
+        saving.durable.set_result(saved._replace(seconds=seconds, durable=True))
+
+
+__all__ = ["AsyncSaver", "Saving"]

@@ -1,0 +1,98 @@
+"""Copies of tensors that are written while training goes on.
+
+A rank copies what it writes itself, and its parts of tensors that others read from it. The memory
+is kept from one snapshot to the next: memory that was never touched takes ten times as long.
+
+Concurrency: used by one thread at a time. Nobody may write to the memory until the save that was
+copied to it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from fpfs.client.container import Container
+from fpfs.client.plan import Share
+
+ALIGNMENT = 64
+"""Of each copy: a cache line, and a multiple of every type's size."""
+
+
+class Memory:
+    """Where snapshots lie, one at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return len(self._bytes)
+
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes, touched."""
+        if size <= self.size:
+            return
+        # Released first: both together may be too much.
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._bytes[:: mmap.PAGESIZE] = 0
+
+    def copy(self, container: Container, share: Share, *, whole: Collection[int]) -> Container:
+        """Return `container` with copies of what `share` has of it, instead of the tensors.
+
+        whole: records of which everything is copied that this rank has.
+        """
+        ranges = _ranges(container, share, whole)
+        self.reserve(sum(_padded(end - start) for _, start, end in ranges))
+        parts = list(container.parts)
+        storage, at = self._bytes.untyped_storage(), 0
+        for number, start, end in ranges:
+            record = container.record(number)
+            source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
+            source = source.set_(record.storage)[record.start + start : record.start + end]
+            self._bytes[at : at + len(source)].copy_(source)
+            copied = record._replace(storage=storage, start=at - start)
+            if record.sharded is not None and number in whole:
+                local = self._bytes[at : at + len(source)]
+                copied = copied._replace(sharded=record.sharded._replace(local=local))
+            parts[2 * number + 1] = copied
+            at += _padded(len(source))
+        return container._replace(parts=parts)
+
+
+def _ranges(
+    container: Container, share: Share, whole: Collection[int]
+) -> list[tuple[int, int, int]]:
+    """What to copy: numbers of records, and from where to where of the bytes that are here."""
+    ranges = []
+    for number in whole:
+        sharded = container.record(number).sharded
+        assert sharded is not None
+        if sharded.local.nbytes > 0:
+            ranges.append((number, 0, sharded.local.nbytes))
+    _, sizes, records, starts, counts, _ = share.table.T
+    numbers, inverse = np.unique(records, return_inverse=True)
+    firsts = np.full(len(numbers), np.iinfo(np.int64).max)
+    ends = np.zeros(len(numbers), dtype=np.int64)
+    np.minimum.at(firsts, inverse, starts)
+    np.maximum.at(ends, inverse, starts + sizes * counts)
+    for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+        if number not in whole:
+            ranges.append((number, first, end))
+    return ranges
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+__all__ = ["Memory"]

@@ -1,0 +1,279 @@
+"""Saves beside training: what is saved is what was there at the call, whatever happens since."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fpfs import client
+from fpfs.client import AsyncSaver, writing
+from fpfs.core import transfers
+from tests.support.ranks import Worlds, worlds
+from tests.support.seeds import IS_LONG
+from tests.support.states import large_state, odd_state, same
+
+SAVES = 1000 if IS_LONG else 100
+
+pytestmark = [
+    # torch's own, of types that it is not done with.
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a state is saved."""
+    return tmp_path / "state.pt"
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Writers do not begin until this is called."""
+    go = threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(60)
+        return transfers.write_pieces(*arguments, **options)
+
+    monkeypatch.setattr(writing, "write_pieces", write)
+    return go.set
+
+
+def test_what_changes_afterwards_is_not_saved(path: Path, held: Callable[[], None]) -> None:
+    state, before = large_state(seed=1), large_state(seed=1)
+    with AsyncSaver() as saver:
+        saving = saver.save(state, path)
+        for tensor in state.values():
+            tensor.zero_()
+        assert not saving.acknowledged.done()
+        assert not path.exists()
+        held()
+        saved = saving.durable.result(60)
+    assert (saved.durable, saved.bytes) == (True, path.stat().st_size)
+    assert not saving.acknowledged.result().durable
+    assert same(torch.load(path), before)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_all_kinds_of_tensors(path: Path) -> None:
+    state = odd_state()
+    with AsyncSaver() as saver:
+        saver.save(state, path)
+    assert same(client.load(path, weights_only=False), state)
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    state = {"step": torch.zeros(100_000, dtype=torch.int64), "more": torch.ones(3)}
+    with AsyncSaver() as saver:
+        for step in range(10):
+            state["step"].fill_(step)
+            saver.save(state, tmp_path / f"{step % 3}.pt")
+    for name, step in (("0", 9), ("1", 7), ("2", 8)):
+        found = client.load(tmp_path / f"{name}.pt")
+        assert found["step"].unique().tolist() == [step]
+
+
+def test_nothing_is_left_of_many(path: Path) -> None:
+    state = large_state(seed=2, tensors=3)
+    with AsyncSaver() as saver:
+        saver.save(state, path)
+        saver.wait()
+        memory = saver._memory._bytes.data_ptr()
+        before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+        for _ in range(SAVES):
+            saver.save(state, path)
+        saver.wait()
+        assert saver._memory._bytes.data_ptr() == memory
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_memory_is_there_before_the_first(path: Path) -> None:
+    state = large_state(seed=3, tensors=3)
+    with AsyncSaver(memory_bytes=sum(tensor.nbytes for tensor in state.values()) + 4096) as saver:
+        memory = saver._memory._bytes.data_ptr()
+        saver.save(state, path)
+        assert saver._memory._bytes.data_ptr() == memory
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines."""
+    return [record.message for record in caplog.records if record.levelno == logging.ERROR]
+
+
+def failing(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_failure_is_raised_by_the_next_call(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.save({"step": 1}, path)
+    saver = AsyncSaver()
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_pieces", failing)
+        saving = saver.save(large_state(seed=4), path)
+        for future in (saving.acknowledged, saving.durable):
+            error = future.exception(60)
+            assert isinstance(error, OSError)
+            assert (error.errno, error.filename) == (errno.EIO, str(path))
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        saver.save(large_state(seed=5), path)
+    assert failed.value.filename == str(path)
+    assert errors_in(caplog) == [
+        f"{path} was not saved: OSError: [Errno 5] Input/output error: '{path}'"
+    ]
+    assert client.load(path) == {"step": 1}
+    assert os.listdir(path.parent) == [path.name]
+    # Once: the next one goes on.
+    saver.save(large_state(seed=5), path)
+    saver.close()
+    assert same(client.load(path), large_state(seed=5))
+    with pytest.raises(ValueError, match="the AsyncSaver is closed: make another one"):
+        saver.save({}, path)
+    saver.close()
+
+
+def test_a_failure_can_be_a_line_in_the_log(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with AsyncSaver(strict=False) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(writing, "write_pieces", failing)
+            saver.save(large_state(seed=4), path).durable.exception(60)
+        saver.save(large_state(seed=5), path)
+    assert len(errors_in(caplog)) == 1
+    assert same(client.load(path), large_state(seed=5))
+
+
+def test_what_cannot_be_saved_is_raised_at_once(path: Path) -> None:
+    with AsyncSaver() as saver:
+        with pytest.raises(TypeError, match="cannot pickle"):
+            saver.save({"lock": threading.Lock()}, path)
+        with pytest.raises(FileNotFoundError):
+            saver.save({}, path.parent / "none" / "state.pt").durable.result(60)
+        with pytest.raises(FileNotFoundError):
+            saver.wait()
+        saver.save({"step": 2}, path)
+    assert client.load(path) == {"step": 2}
+
+
+def test_one_that_does_not_end(path: Path, held: Callable[[], None]) -> None:
+    saver = AsyncSaver(timeout_s=0.1)
+    saver.save(large_state(seed=6), path)
+    for call in (saver.wait, lambda: saver.save({}, path)):
+        with pytest.raises(TimeoutError, match=r"the save of .*state.pt has not ended for 0 s"):
+            call()
+    held()
+    saver.save(large_state(seed=7), path).durable.result(60)
+    saver.close()
+    assert same(client.load(path), large_state(seed=7))
+
+
+def test_a_child_makes_its_own(path: Path) -> None:
+    with AsyncSaver() as saver:
+        if (child := os.fork()) == 0:
+            try:
+                saver.save({}, path)
+            except RuntimeError as error:
+                os._exit(0 if "make one here" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not path.exists()
+
+
+def test_the_end_of_the_process_waits(path: Path) -> None:
+    code = (
+        "import sys, torch; from fpfs.client import AsyncSaver\n"
+        "AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=120)
+    assert client.load(path)["step"].unique().tolist() == [3]
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Worlds]:
+    """Where ranks come from."""
+    with worlds() as started:
+        yield started
+
+
+def state_of(step: int) -> Any:
+    """Tensors that all have, and some of which each rank has a part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.full((1000, 4000), step)
+    return {
+        "all": torch.full((2_000_000,), step),
+        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
+        "columns": distribute_tensor(rows, mesh, [Shard(1)]),
+    }
+
+
+def save_beside(path: str) -> list[int]:
+    """As a rank: save three times, and change all after each call."""
+    with AsyncSaver() as saver:
+        for step in range(3):
+            state = state_of(step)
+            saving = saver.save(state, f"{path}.{step}")
+            for tensor in state.values():
+                tensor.fill_(-1)
+        return [part.rank for part in saving.durable.result(60).written]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group(forks: Worlds, path: Path, size: int) -> None:
+    assert forks.start(size, save_beside, path).values() == [list(range(size))] * size
+    for step in range(3):
+        found = torch.load(f"{path}.{step}")
+        assert found["all"].shape == (2_000_000,)
+        assert found["columns"].shape == (1000, 4000)
+        for tensor in found.values():
+            assert tensor.unique().tolist() == [step]
+
+
+def save_and_die(path: str) -> None:
+    """As a rank: 1 dies while it writes."""
+    if dist.get_rank() == 1:
+
+        def write(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        writing.write_pieces = write
+    with AsyncSaver() as saver:
+        saver.save(state_of(1), path)
+
+
+def test_a_rank_that_dies(forks: Worlds, path: Path) -> None:
+    client.save({"step": 1}, path)
+    first, dead, last = (outcome.error for outcome in forks.start(3, save_and_die, path).outcomes())
+    assert dead == -signal.SIGKILL
+    assert first == last == "RankFailed: rank 1: its process is no more"
+    assert client.load(path) == {"step": 1}
+    assert os.listdir(path.parent) == [path.name]
+
+
+def save_differently(path: str) -> None:
+    """As a rank: another state than the others'."""
+    with AsyncSaver() as saver:
+        saver.save({"tensor": torch.zeros(10 + dist.get_rank())}, path)
+
+
+def test_states_that_differ_are_found_at_once(forks: Worlds, path: Path) -> None:
+    for outcome in forks.start(2, save_differently, path).outcomes():
+        assert "RankFailed: rank 1: saves 1 tensors in 44 B, and rank 0" in str(outcome.error)
