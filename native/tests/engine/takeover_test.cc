@@ -207,6 +207,8 @@ class Worker {
 
 // Runs in the child: says over the pipe which operation has ended, one byte each.
 [[noreturn]] void work(const Site& place, const std::vector<Operation>& operations, int pipe) {
+  // What it makes for itself, it will not remove.
+  ::setenv("TMPDIR", place.directory.path().c_str(), 1);
   EngineFixture fixture(place.options(false, 0));
   Worker worker(fixture, fixture.load(kIno), place);
   if (::write(pipe, "x", 1) != 1) ::_exit(2);  // there is an arena

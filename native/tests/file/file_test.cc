@@ -207,15 +207,18 @@ TEST_CASE("new chunks go elsewhere once nothing is staged") {
 TEST_CASE("a depth keeps chunks back until others are on the device") {
   EngineFixture fixture({1, 256 * 1024, 64});
   const std::shared_ptr<File> file = fixture.load(1);
-  for (const uint32_t depth : {1U, 0U}) {
+  const auto most_in_flight = [&](uint32_t depth) {
     file->set_flow({Ack::Early, depth, 0, true});
     REQUIRE(fixture.write(*file, 0, random_bytes(40 * 256 * 1024, depth)) == 0);
     REQUIRE(fixture.commit(*file, false) == 0);
     CHECK(fixture.read(*file, 0, 100) == random_bytes(100, depth));
-    const uint64_t most = fixture.engine().devices()[0]->statistics().requests_in_flight_max;
-    if (depth == 1) CHECK(most == 1);
-    if (depth == 0) CHECK(most > 1);
-  }
+    return fixture.engine().devices()[0]->statistics().requests_in_flight_max;
+  };
+  CHECK(most_in_flight(1) == 1);
+  // A device may be faster than the copy to staging: then there are never two, until there are.
+  uint64_t most = 1;
+  for (int round = 0; round < 100 && most == 1; ++round) most = most_in_flight(0);
+  CHECK(most > 1);
 }
 
 TEST_CASE("a depth that is given up lets chunks go that it kept back") {
