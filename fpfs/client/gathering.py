@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -22,6 +23,9 @@ from fpfs.client.peers import Peers, Process
 from fpfs.core.transfers import allow_reading, read_process
 
 logger = logging.getLogger(__name__)
+
+DEATH_S = 1.0
+"""A process whose memory cannot be read any more may take so long to end."""
 
 Strip = tuple[int, int, int, int, int, int]
 """As `transfers.write_pieces` has them."""
@@ -103,14 +107,33 @@ def strips_of(
 
 
 def gone_of(sources: Iterable[Source]) -> list[int]:
-    """Ranks that were to be read from and are no more."""
+    """Ranks that were to be read from and are no more, after reading has failed."""
     gone = []
     for source in sources:
         try:
             read_process(source.pid, source.address, 1)
         except ProcessLookupError:
             gone.append(source.rank)
+        except OSError:
+            # A process that dies loses its memory first.
+            if _ends(source.pid, within_s=DEATH_S):
+                gone.append(source.rank)
     return gone
+
+
+def _ends(pid: int, *, within_s: float) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # a sandbox without pidfds
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+    finally:
+        os.close(pidfd)
 
 
 __all__ = ["Offered", "Source", "Strip", "can_gather", "gone_of", "strips_of"]

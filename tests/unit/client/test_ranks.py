@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import math
+import mmap
 import os
 import select
 import signal
@@ -535,26 +536,50 @@ def test_a_sharded_state_is_saved_whole(
         assert loaded["again"] is loaded["matrix torch.float32"]
 
 
-def save_columns(path: str, rank: int) -> None:
-    """As a rank: `rank` dies before the others begin to write, who want to read of it."""
+def save_columns(path: str, rank: int, slowly: bool) -> None:
+    """As a rank: `rank` dies before the others begin to write, who want to read of it.
+
+    slowly: first it loses its memory.
+    """
     tensor = distribute_tensor(torch.arange(4e6).reshape(1000, 4000), a_mesh(), [Shard(1)])
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
+    lost = Path(f"{path}.lost")
+
+    def lose(part: torch.Tensor) -> None:
+        first, end = part.data_ptr(), part.data_ptr() + part.nbytes
+        first -= first % mmap.PAGESIZE
+        libc = ctypes.CDLL(None)
+        assert libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(end - first), 0) == 0
 
     def write(*arguments: Any, **options: Any) -> Any:
+        if dist.get_rank() == rank and slowly:
+            lose(tensor.to_local())
+            lost.touch()
+            wait_until(lambda: not lost.exists())
+            time.sleep(0.2)  # of the second that the others may take it for alive
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
+        if slowly:
+            wait_until(lost.exists)
+            dist.barrier(others)
+            lost.unlink(missing_ok=True)
+            return transfers.write_pieces(*arguments, **options)
         ended = os.pidfd_open(pids[rank])
         assert select.select([ended], [], [], 60)[0]
         return transfers.write_pieces(*arguments, **options)
 
+    others = dist.new_group([other for other in range(dist.get_world_size()) if other != rank])
     writing.write_pieces = write
     client.save({"columns": tensor}, path)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_dies_that_others_read(forks: Worlds, path: Path, rank: int) -> None:
-    errors = [outcome.error for outcome in forks.start(3, save_columns, path, rank).outcomes()]
+@pytest.mark.parametrize(
+    ("rank", "slowly"), [(0, False), (1, False), (2, False), (1, True), (2, True)]
+)
+def test_a_rank_dies_that_others_read(forks: Worlds, path: Path, rank: int, slowly: bool) -> None:
+    world = forks.start(3, save_columns, path, rank, slowly)
+    errors = [outcome.error for outcome in world.outcomes()]
     assert errors.pop(rank) == -signal.SIGKILL
     assert errors == [f"RankFailed: rank {rank}: its process is no more"] * 2
     assert is_as_before(path)
