@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ class Saving:
         """Done when the name has the new file, whatever process dies."""
         self.durable: Future[Saved] = Future()
         """Done when file and name survive power loss."""
+        for future in (self.acknowledged, self.durable):
+            # Who gives up waiting for one, as asyncio does, cannot cancel it.
+            future.set_running_or_notify_cancel()
 
     def __repr__(self) -> str:
         state = "under way"
@@ -59,8 +63,7 @@ class AsyncSaver:
         first save adds, which takes ten times as long then.
     strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
 
-    A context: at its end all saves are durable, or the failure is raised. So does the end of the
-    process wait for what is under way.
+    A context, which is closed at its end. The end of the process waits for what is under way.
     """
 
     def __init__(
@@ -88,30 +91,35 @@ class AsyncSaver:
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
 
-        Waits for the save before. Raises what that has failed of (if strict), TimeoutError if it
-        does not end within `timeout_s`, and what `fpfs.save` raises before it writes. What it
-        raises later is in `Saving`.
+        Waits for the save before. Raises what that has failed of, once and if strict; TimeoutError
+        if it does not end within `timeout_s`; RuntimeError in another process; ValueError if this
+        is closed; and what `fpfs.save` raises before it writes. What it raises later is in
+        `Saving`.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
         if self._executor is None:
             raise ValueError("the AsyncSaver is closed: make another one")
-        self.wait()
         started = time.monotonic()
+        self.wait()
         steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(steps)
+        steps.__enter__()
+        # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
+        entered = [steps]
+        try:
             steps.agree(state, path, self._plan)
             steps.snapshot(self._memory)
-            saving = Saving(steps.path, stall_s=time.monotonic() - started)
-            self._executor.submit(self._write, saving, steps)
-            # The thread leaves the context.
-            stack.pop_all()
-        self._last = saving
-        return saving
+            self._last = Saving(steps.path, stall_s=time.monotonic() - started)
+            self._executor.submit(_write, self._last, entered)
+        except BaseException as error:
+            with contextlib.suppress(IndexError):
+                entered.pop().__exit__(type(error), error, error.__traceback__)
+                self._last = None
+            raise
+        return self._last
 
     def wait(self) -> None:
-        """Return when the last save is durable. Raises what it failed of, once, and as `save`."""
+        """Return when the last save is durable, or has failed; raises as `save` does."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
         last = self._last
         if last is None:
             return
@@ -127,12 +135,13 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Wait as `wait` does; nothing can be saved any more."""
+        executor, self._executor = self._executor, None
+        if executor is None or os.getpid() != self._pid:
+            return
         try:
             self.wait()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False)
-            self._executor = None
+            executor.shutdown(wait=False)
             self._memory = Memory()
 
     def __enter__(self) -> AsyncSaver:
@@ -146,32 +155,50 @@ class AsyncSaver:
     ) -> None:
         self.close()
 
-    def _write(self, saving: Saving, steps: Save) -> None:
-        started = time.monotonic()
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.push(steps)
-                finished = steps.write(durable=False)
-                saved = Saved(
-                    path=steps.path,
-                    bytes=finished.total_bytes,
-                    seconds=saving.stall_s + time.monotonic() - started,
-                    lay_out_s=saving.stall_s,
-                    write_s=finished.write_s,
-                    durable=False,
-                    written=finished.written,
-                )
-                saving.acknowledged.set_result(saved)
-                steps.flush()
-        except BaseException as error:  # noqa: BLE001 told by the futures
-            # Said now: there may be no next call.
-            logger.error("%s was not saved: %s: %s", saving.path, type(error).__name__, error)
-            if not saving.acknowledged.done():
-                saving.acknowledged.set_exception(error)
-            saving.durable.set_exception(error)
-            return
-        seconds = saving.stall_s + time.monotonic() - started
-        saving.durable.set_result(saved._replace(seconds=seconds, durable=True))
+
+def _write(saving: Saving, entered: list[Save]) -> None:
+    """What the thread does with a save that is entered; nothing, if that has been left."""
+    try:
+        _write_and_tell(saving, entered)
+    except BaseException as error:  # noqa: BLE001 told by the futures
+        # The error would keep the copy.
+        traceback.clear_frames(error.__traceback__)
+        is_there = saving.acknowledged.done()
+        # Said now: there may be no next call.
+        logger.error(
+            "%s was %s: %s: %s",
+            saving.path,
+            "saved, but may not survive power loss" if is_there else "not saved",
+            type(error).__name__,
+            error,
+        )
+        if not is_there:
+            saving.acknowledged.set_exception(error)
+        saving.durable.set_exception(error)
+
+
+def _write_and_tell(saving: Saving, entered: list[Save]) -> None:
+    started = time.monotonic()
+    try:
+        steps = entered.pop()
+    except IndexError:
+        return
+    with contextlib.ExitStack() as stack:
+        stack.push(steps)
+        finished = steps.write(durable=False)
+        saved = Saved(
+            path=steps.path,
+            bytes=finished.total_bytes,
+            seconds=saving.stall_s + time.monotonic() - started,
+            lay_out_s=saving.stall_s,
+            write_s=finished.write_s,
+            durable=False,
+            written=finished.written,
+        )
+        saving.acknowledged.set_result(saved)
+        steps.flush()
+    seconds = saving.stall_s + time.monotonic() - started
+    saving.durable.set_result(saved._replace(seconds=seconds, durable=True))
 
 
 __all__ = ["AsyncSaver", "Saving"]

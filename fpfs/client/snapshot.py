@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 import numpy as np
 import torch
 
 from fpfs.client.container import Container
 from fpfs.client.plan import Share
+from fpfs.core.units import format_size
 
 ALIGNMENT = 64
 """Of each copy: a cache line, and a multiple of every type's size."""
@@ -40,26 +41,32 @@ class Memory:
             return
         # Released first: both together may be too much.
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"a snapshot needs {format_size(size)}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._bytes[:: mmap.PAGESIZE] = 0
+        # What is made in inference mode could not be changed outside of it.
+        with torch.inference_mode(mode=False):
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+            self._bytes[:: mmap.PAGESIZE] = 0
 
     def copy(self, container: Container, share: Share, *, whole: Collection[int]) -> Container:
         """Return `container` with copies of what `share` has of it, instead of the tensors.
 
         whole: records of which everything is copied that this rank has.
         """
-        ranges = _ranges(container, share, whole)
+        ranges = _ranges(container, share, set(whole))
         self.reserve(sum(_padded(end - start) for _, start, end in ranges))
         parts = list(container.parts)
         storage, at = self._bytes.untyped_storage(), 0
         for number, start, end in ranges:
             record = container.record(number)
-            source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
-            source = source.set_(record.storage)[record.start + start : record.start + end]
-            self._bytes[at : at + len(source)].copy_(source)
+            with torch.inference_mode(mode=False):
+                source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
+                source = source.set_(record.storage)[record.start + start : record.start + end]
+                self._bytes[at : at + len(source)].copy_(source)
             copied = record._replace(storage=storage, start=at - start)
             if record.sharded is not None and number in whole:
                 local = self._bytes[at : at + len(source)]
@@ -69,9 +76,7 @@ class Memory:
         return container._replace(parts=parts)
 
 
-def _ranges(
-    container: Container, share: Share, whole: Collection[int]
-) -> list[tuple[int, int, int]]:
+def _ranges(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:
     """What to copy: numbers of records, and from where to where of the bytes that are here."""
     ranges = []
     for number in whole:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import AsyncSaver, writing
+from fpfs.client import AsyncSaver, Plan, Topology, saving, writing
+from fpfs.client.replacement import Replacement
+from fpfs.client.topology import Writers
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
 from tests.support.seeds import IS_LONG
@@ -75,6 +80,17 @@ def test_all_kinds_of_tensors(path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(state, path)
     assert same(client.load(path, weights_only=False), state)
+
+
+def test_the_next_one_waits(path: Path, held: Callable[[], None]) -> None:
+    began = time.monotonic()
+    with AsyncSaver() as saver:
+        first = saver.save({"step": torch.zeros(1)}, path)
+        threading.Timer(0.2, held).start()
+        second = saver.save({"step": torch.ones(1)}, path)
+        assert first.durable.done()
+        assert 0.2 <= second.stall_s <= time.monotonic() - began
+    assert client.load(path)["step"].tolist() == [1]
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:
@@ -161,6 +177,105 @@ def test_a_failure_can_be_a_line_in_the_log(
     assert same(client.load(path), large_state(seed=5))
 
 
+def test_what_is_there_is_made_durable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file before it has its name, as elsewhere than on fpfs; and both afterwards."""
+    flushed = []
+
+    def fsync(fd: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr("fpfs.client.replacement.os.fsync", fsync)
+    with AsyncSaver() as saver:
+        saver.save({"step": 1}, path)
+    before, *after = flushed
+    assert before.endswith(".state.pt")
+    assert after == [str(path), str(path.parent)]
+
+
+def test_what_is_there_may_not_be_durable(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.save({"step": 1}, path)
+    saver = AsyncSaver()
+    monkeypatch.setattr(Replacement, "flush", failing)
+    saving = saver.save({"step": 2}, path)
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.close()
+    assert saving.acknowledged.result().path == str(path)
+    (line,) = errors_in(caplog)
+    assert line.startswith(f"{path} was saved, but may not survive power loss: OSError: [Errno 5] ")
+    assert client.load(path) == {"step": 2}
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_future_cannot_be_cancelled(path: Path, held: Callable[[], None]) -> None:
+    with AsyncSaver() as saver:
+        saving = saver.save(large_state(seed=9), path)
+        assert not saving.acknowledged.cancel()
+        assert not saving.durable.cancel()
+        held()
+    assert saving.durable.result().durable
+
+
+@pytest.mark.parametrize("thread_has_it", [True, False])
+def test_an_interrupt_when_the_thread_begins(path: Path, thread_has_it: bool) -> None:
+    """The save goes on or was never begun; either way its memory is not written meanwhile."""
+    client.save({"step": 1}, path)
+    with AsyncSaver() as saver:
+        executor = saver._executor
+        assert executor is not None
+        submit = executor.submit
+
+        def interrupted(*arguments: Any) -> None:
+            if thread_has_it:
+                submit(*arguments).result()
+            raise KeyboardInterrupt
+
+        executor.submit = interrupted  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            saver.save({"step": 2}, path)
+        assert client.load(path) == {"step": 2 if thread_has_it else 1}
+        assert os.listdir(path.parent) == [path.name]
+        executor.submit = submit  # type: ignore[method-assign]
+        saver.save({"step": 3}, path)
+    assert client.load(path) == {"step": 3}
+
+
+def test_a_saver_of_inference_mode(path: Path) -> None:
+    with AsyncSaver() as saver:
+        with torch.inference_mode():
+            saver.save({"step": torch.ones(1000)}, path)
+        saver.save({"step": torch.full((1000,), 2.0)}, path)
+        with torch.inference_mode():
+            saver.save({"step": torch.full((1000,), 3.0)}, path)
+    assert client.load(path)["step"].unique().tolist() == [3]
+
+
+def test_a_failure_keeps_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "write_pieces", failing)
+    saver = AsyncSaver()
+    saving = saver.save({"large": torch.ones(10**6)}, path)
+    memory = weakref.ref(saver._memory._bytes.untyped_storage())
+    with pytest.raises(OSError, match="Input/output error"):
+        saver.close()
+    assert isinstance(saving.durable.exception(), OSError)
+    gc.collect()
+    assert memory() is None
+
+
+def test_no_memory_for_a_snapshot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with AsyncSaver() as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr("fpfs.client.snapshot.mmap.mmap", refuse)
+            with pytest.raises(MemoryError, match=r"a snapshot needs 3\.81 MiB"):
+                saver.save({"large": torch.ones(10**6)}, path)
+        saver.save({"large": torch.ones(10**6)}, path)
+    assert os.listdir(path.parent) == [path.name]
+
+
 def test_what_cannot_be_saved_is_raised_at_once(path: Path) -> None:
     with AsyncSaver() as saver:
         with pytest.raises(TypeError, match="cannot pickle"):
@@ -185,16 +300,19 @@ def test_one_that_does_not_end(path: Path, held: Callable[[], None]) -> None:
     assert same(client.load(path), large_state(seed=7))
 
 
-def test_a_child_makes_its_own(path: Path) -> None:
+def test_a_child_makes_its_own(path: Path, held: Callable[[], None]) -> None:
     with AsyncSaver() as saver:
+        saver.save({"step": 1}, path)
         if (child := os.fork()) == 0:
             try:
                 saver.save({}, path)
             except RuntimeError as error:
+                saver.close()  # waits for nothing
                 os._exit(0 if "make one here" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not path.exists()
+        held()
+    assert client.load(path) == {"step": 1}
 
 
 def test_the_end_of_the_process_waits(path: Path) -> None:
@@ -214,37 +332,48 @@ def forks() -> Iterator[Worlds]:
         yield started
 
 
+def wholes(step: int) -> dict[str, torch.Tensor]:
+    """Tensors of which no two elements are the same."""
+    rows = torch.arange(4_000_000).reshape(1000, 4000) + step
+    return {"all": torch.arange(2_000_000) * (step + 1), "rows": rows, "columns": -rows}
+
+
 def state_of(step: int) -> Any:
-    """Tensors that all have, and some of which each rank has a part."""
+    """They, of which each rank has some as parts, which lie within larger storages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = torch.full((1000, 4000), step)
-    return {
-        "all": torch.full((2_000_000,), step),
-        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
-        "columns": distribute_tensor(rows, mesh, [Shard(1)]),
-    }
+    state: dict[str, Any] = dict(wholes(step))
+    for name, dim in (("rows", 0), ("columns", 1)):
+        local = distribute_tensor(state[name], mesh, [Shard(dim)]).to_local()
+        around = torch.cat([torch.zeros(77, dtype=local.dtype), local.flatten()])
+        part = around[77:].view(local.shape)
+        state[name] = DTensor.from_local(
+            part, mesh, [Shard(dim)], shape=torch.Size((1000, 4000)), stride=(4000, 1)
+        )
+    return state
 
 
-def save_beside(path: str) -> list[int]:
+def save_beside(path: str, writers: Writers, gathers: bool) -> list[int]:
     """As a rank: save three times, and change all after each call."""
-    with AsyncSaver() as saver:
+    if not gathers:
+        saving.can_gather = lambda *_: False
+    plan = Plan.build(state_of(0), Topology.of(os.path.dirname(path)), writers=writers)
+    with AsyncSaver(plan=plan) as saver:
         for step in range(3):
             state = state_of(step)
-            saving = saver.save(state, f"{path}.{step}")
+            began = saver.save(state, f"{path}.{step}")
             for tensor in state.values():
                 tensor.fill_(-1)
-        return [part.rank for part in saving.durable.result(60).written]
+        return [part.rank for part in began.durable.result(60).written]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_group(forks: Worlds, path: Path, size: int) -> None:
-    assert forks.start(size, save_beside, path).values() == [list(range(size))] * size
+@pytest.mark.parametrize(
+    ("size", "writers", "gathers"), [(2, "replica", True), (3, "node", True), (3, "replica", False)]
+)
+def test_a_group(forks: Worlds, path: Path, size: int, writers: Writers, gathers: bool) -> None:
+    ranks = forks.start(size, save_beside, path, writers, gathers).values()
+    assert ranks == [list(range(size))] * size
     for step in range(3):
-        found = torch.load(f"{path}.{step}")
-        assert found["all"].shape == (2_000_000,)
-        assert found["columns"].shape == (1000, 4000)
-        for tensor in found.values():
-            assert tensor.unique().tolist() == [step]
+        assert same(torch.load(f"{path}.{step}"), wholes(step))
 
 
 def save_and_die(path: str) -> None:
