@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import peers, writing
+from fpfs.client import gathering, peers, writing
 from fpfs.core import transfers
 from tests.support.ranks import Worlds, worlds
 from tests.support.waiting import wait_until
@@ -60,6 +60,7 @@ def save_columns(path: str, rank: int, slowly: bool) -> None:
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     lost = Path(f"{path}.lost")
+    gathering.DEATH_S = 60.0  # a loaded machine may take longer than a second for a death
 
     def lose(part: torch.Tensor) -> None:
         first, end = part.data_ptr(), part.data_ptr() + part.nbytes
@@ -72,7 +73,7 @@ def save_columns(path: str, rank: int, slowly: bool) -> None:
             lose(tensor.to_local())
             lost.touch()
             wait_until(lambda: not lost.exists())
-            time.sleep(0.2)  # of the second that the others may take it for alive
+            time.sleep(0.2)  # meanwhile the others cannot read it, and it is alive
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         if slowly:
