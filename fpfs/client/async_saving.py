@@ -75,6 +75,8 @@ class AsyncSaver:
         strict: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        if not isinstance(memory_bytes, int) or memory_bytes < 0:
+            raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
         self._group = group
         self._plan = plan
         self._strict = strict

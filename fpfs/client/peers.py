@@ -50,6 +50,8 @@ R = TypeVar("R")
 class RankFailed(RuntimeError):
     """Another rank of the group failed, died or did not come, and so nothing was saved.
 
+    (Or, of a `Saving` that is acknowledged, the new file may not survive power loss.)
+
     It is raised on all ranks but the one that failed, which raises its own error.
     """
 

@@ -127,6 +127,12 @@ def test_memory_is_there_before_the_first(path: Path) -> None:
         assert saver._memory._bytes.data_ptr() == memory
 
 
+@pytest.mark.parametrize("memory_bytes", ["1G", -1, 1.5])
+def test_memory_that_is_no_number_of_bytes(memory_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory_bytes is .*: give a number of bytes, or 0"):
+        AsyncSaver(memory_bytes=memory_bytes)
+
+
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Lines."""
     return [record.message for record in caplog.records if record.levelno == logging.ERROR]
