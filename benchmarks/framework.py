@@ -13,9 +13,9 @@ from __future__ import annotations
 import statistics
 import subprocess
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,14 @@ class Contender:
     """One way to do the job. `play` does it once and returns the value in the group's unit.
 
     `prepare` (before) and `settle` (after) are not timed: caches are dropped, dirty data written.
+    `also`: what else is known then, by the name under which it stands in the table.
     """
 
     name: str
     play: Callable[[], float]
     prepare: Callable[[], None] = nothing
     settle: Callable[[], None] = nothing
+    also: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,8 @@ def run_group(
         with group.open(bench) as entries:
             contenders = [entry for entry in entries if isinstance(entry, Contender)]
             missing = tuple(entry for entry in entries if isinstance(entry, Missing))
-            _check_names(group, {entry.name for entry in entries})
+            names = {entry.name for entry in entries}
+            _check_names(group, names.union(*(contender.also for contender in contenders)))
             values = _play(contenders, rounds=rounds, progress=progress)
     except Unavailable as error:
         return _unmeasured(group, str(error), failed=False)
@@ -185,7 +188,9 @@ def _unmeasured(group: Group, reason: str, *, failed: bool) -> GroupResult:
 def _play(
     contenders: Sequence[Contender], *, rounds: int, progress: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    values: dict[str, list[float]] = {
+        name: [] for contender in contenders for name in (contender.name, *contender.also)
+    }
     for index in range(rounds):
         for contender in _order(contenders, round_index=index):
             progress(f"round {index + 1}/{rounds}: {contender.name}")
@@ -193,6 +198,8 @@ def _play(
             value = contender.play()
             contender.settle()
             values[contender.name].append(value)
+            for name, known in contender.also.items():
+                values[name].append(known())
     return values
 
 

@@ -125,6 +125,7 @@ class Commands:
         self._state: dict[str, Any] = {}
         self._copy: dict[str, Any] = {}
         self._saver: Any = None
+        self._training: Any = None
 
     def state(self, *, tensors: int) -> None:
         """Make a state of `tensors` x 64 MiB random bytes."""
@@ -219,6 +220,24 @@ class Commands:
         if self._saver is None or memory_bytes:
             self._saver = None
             self._saver = AsyncSaver(memory_bytes=memory_bytes)
+
+    def train_with(self, *, saver: str, folder: str) -> None:
+        """Make a model that is saved to `folder` by one of `training.SAVERS`."""
+        from benchmarks.training import Training
+
+        self._training = Training(saver, Path(folder))
+
+    def train(self, *, iterations: int) -> None:
+        """Train it, and begin to save after each iteration."""
+        self._training.run(iterations)
+
+    def save_training(self) -> None:
+        """Save it, and wait."""
+        self._training.save()
+
+    def wait_for_training(self) -> None:
+        """Until the last checkpoint is durable."""
+        self._training.wait()
 
     def save_dcp(self, *, path: str) -> None:
         """Save the state with torch.distributed.checkpoint, as many threads as help, and fsync."""

@@ -20,6 +20,7 @@ from benchmarks.groups import (
     restart,
     saving,
     striping,
+    training,
     tuning,
 )
 
@@ -36,6 +37,7 @@ GROUPS: tuple[Group, ...] = (
     *planning.GROUPS,
     *checksums.GROUPS,
     *striping.GROUPS,
+    *training.GROUPS,
     *tuning.GROUPS,
     *names.GROUPS,
     *catalogs.GROUPS,

@@ -40,12 +40,12 @@ def _handle_and_buffer() -> tuple[Any, Any]:
     return handle, buffer
 
 
-class _UtilsOnProcessors:
+class UtilsOnProcessors:
     """DeepSpeed builds its utilities for accelerators only. All that the writer takes from them is
     a view of tensors as bytes.
     """
 
-    def load(self) -> _UtilsOnProcessors:
+    def load(self) -> UtilsOnProcessors:
         return self
 
     @staticmethod
@@ -62,7 +62,7 @@ def save(state: dict[str, Any], path: str, *, legacy: bool) -> None:
     from deepspeed.io import FastFileWriter, FastFileWriterConfig, fast_file_writer
 
     handle, buffer = _handle_and_buffer()
-    fast_file_writer.UtilsBuilder = _UtilsOnProcessors
+    fast_file_writer.UtilsBuilder = UtilsOnProcessors
     config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=buffer, double_buffer=True)
     writer = FastFileWriter(file_path=path, config=config)
     torch.save(state, writer, _use_new_zipfile_serialization=not legacy)

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,10 @@ from fpfs.client.plan import Plan
 from fpfs.client.saving import Save, Saved
 from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.updates import Held, Updates
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
@@ -38,11 +41,15 @@ class Saving:
         """The file, links followed."""
         self.stall_s = stall_s
         """How long `AsyncSaver.save` took: training waited so long."""
+        self.update_wait_s = 0.0
+        """How long steps of optimizers waited besides."""
+        self.staged: Future[None] = Future()
+        """Done when all is copied: the state may change."""
         self.acknowledged: Future[Saved] = Future()
         """Done when the name has the new file, whatever process dies."""
         self.durable: Future[Saved] = Future()
         """Done when file and name survive power loss."""
-        for future in (self.acknowledged, self.durable):
+        for future in (self.staged, self.acknowledged, self.durable):
             # Who gives up waiting for one, as asyncio does, cannot cancel it.
             future.set_running_or_notify_cancel()
 
@@ -52,6 +59,8 @@ class Saving:
             state = "failed" if self.durable.exception() else "durable"
         elif self.acknowledged.done():
             state = "acknowledged"
+        elif self.staged.done():
+            state = "staged"
         return f"<Saving {self.path}: {state}>"
 
 
@@ -61,6 +70,11 @@ class AsyncSaver:
     group, plan, timeout_s: as `save` has them.
     memory_bytes: taken and touched now, for what this rank writes of a state; what is missing, the
         first save adds, which takes ten times as long then.
+    optimizers: their parameters and states in the processor's memory are copied after `save` has
+        returned, and their next step waits for that. What else changes them must do so after
+        `wait_before_update`.
+    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+        by the ranks.
     strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
 
     A context, which is closed at its end. The end of the process waits for what is under way.
@@ -72,13 +86,18 @@ class AsyncSaver:
         group: dist.ProcessGroup | Alone | None = None,
         plan: Plan | None = None,
         memory_bytes: int = 0,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        threads: int | None = None,
         strict: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
         self._group = group
         self._plan = plan
+        self._threads = threads
         self._strict = strict
         self._timeout_s = timeout_s
         self._memory = Memory()
@@ -89,9 +108,12 @@ class AsyncSaver:
         """None: closed."""
         self._last: Saving | None = None
         self._pid = os.getpid()
+        self._updates = Updates(optimizers, self.wait_before_update)
 
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
+
+        What `optimizers` have may change at their next step, or after `wait_before_update`.
 
         Waits for the save before. Raises what that has failed of, once and if strict; TimeoutError
         if it does not end within `timeout_s`; RuntimeError in another process; ValueError if this
@@ -102,21 +124,32 @@ class AsyncSaver:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
         self.wait()
+        held = self._updates.hold()
         steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
         steps.__enter__()
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
         entered = [steps]
         try:
             steps.agree(state, path, self._plan)
-            steps.snapshot(self._memory)
+            steps.snapshot(self._memory, later=held.storages)
             self._last = Saving(steps.path, stall_s=time.monotonic() - started)
-            self._executor.submit(_write, self._last, entered)
+            self._executor.submit(_write, self._last, entered, held, self._threads)
         except BaseException as error:
             with contextlib.suppress(IndexError):
                 entered.pop().__exit__(type(error), error, error.__traceback__)
                 self._last = None
             raise
         return self._last
+
+    def wait_before_update(self) -> None:
+        """Return when all of the last save is copied, or it has failed: the state may change."""
+        last = self._last
+        # A child of the process has its own copy of everything, and no thread.
+        if last is None or os.getpid() != self._pid:
+            return
+        started = time.monotonic()
+        last.staged.exception()
+        last.update_wait_s += time.monotonic() - started
 
     def wait(self) -> None:
         """Return when the last save is durable, or has failed; raises as `save` does."""
@@ -138,6 +171,7 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait as `wait` does; nothing can be saved any more."""
         executor, self._executor = self._executor, None
+        self._updates.close()
         if executor is None or os.getpid() != self._pid:
             return
         try:
@@ -158,10 +192,10 @@ class AsyncSaver:
         self.close()
 
 
-def _write(saving: Saving, entered: list[Save]) -> None:
+def _write(saving: Saving, entered: list[Save], held: Held, threads: int | None) -> None:
     """What the thread does with a save that is entered; nothing, if that has been left."""
     try:
-        _write_and_tell(saving, entered)
+        _write_and_tell(saving, entered, held, threads)
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
@@ -174,12 +208,12 @@ def _write(saving: Saving, entered: list[Save]) -> None:
             type(error).__name__,
             error,
         )
-        if not is_there:
-            saving.acknowledged.set_exception(error)
-        saving.durable.set_exception(error)
+        for future in (saving.staged, saving.acknowledged, saving.durable):
+            if not future.done():
+                future.set_exception(error)
 
 
-def _write_and_tell(saving: Saving, entered: list[Save]) -> None:
+def _write_and_tell(saving: Saving, entered: list[Save], held: Held, threads: int | None) -> None:
     started = time.monotonic()
     try:
         steps = entered.pop()
@@ -187,7 +221,10 @@ def _write_and_tell(saving: Saving, entered: list[Save]) -> None:
         return
     with contextlib.ExitStack() as stack:
         stack.push(steps)
-        finished = steps.write(durable=False)
+        steps.finish_snapshot()
+        held.check()
+        saving.staged.set_result(None)
+        finished = steps.write(durable=False, threads=threads)
         saved = Saved(
             path=steps.path,
             bytes=finished.total_bytes,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -42,14 +42,15 @@ class Source(msgspec.Struct, array_like=True):
 class Offered:
     """What this process has of tensors that others may want to read; they may, while this exists.
 
+    numbers: of the records that they do; None: it is not known yet.
     addresses: by the records' numbers. 0: it has nothing.
     """
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, numbers: Collection[int] | None = None) -> None:
         self.addresses: dict[int, int] = {}
         self._owners = []
         for number, sharded in container.sharded:
-            if not sharded.sharding.is_one_run:
+            if not sharded.sharding.is_one_run and (numbers is None or number in numbers):
                 local = sharded.local.cpu()
                 self._owners.append(local)
                 self.addresses[number] = local.data_ptr()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Set
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,12 +23,12 @@ import msgspec
 
 from fpfs.client.container import Container, Layout, lay_out
 from fpfs.client.gathering import Offered, Source, can_gather
-from fpfs.client.paths import resolve
+from fpfs.client.paths import default_threads, resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
-from fpfs.client.snapshot import Memory
+from fpfs.client.snapshot import Memory, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
@@ -162,6 +163,7 @@ class Save:
     _planning: Planning
     _offered: Offered
     _plan: Plan
+    _uncopied: Uncopied
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -231,21 +233,37 @@ class Save:
         self._container = container
         self._plan = self._planning.plan(records, gathers=agreed.gathers)
 
-    def snapshot(self, memory: Memory) -> None:
-        """Copy what this rank writes, and what others read of it: so the tensors may change."""
-        share = self._plan.share(self._peers.rank)
-        self._container = memory.copy(self._container, share, whole=self._plan.gathered)
-        self._offered = Offered(self._container)
+    def snapshot(self, memory: Memory, *, later: Set[int] = frozenset()) -> None:
+        """Copy what this rank writes, and what others read of it: so the tensors may change.
 
-    def write(self, *, durable: bool) -> Finished:
-        """Write this rank's share; returns when all have written, and the file has its name."""
+        later: where storages lie that `finish_snapshot` is to copy.
+        """
+        self._container, self._uncopied = memory.copy(
+            self._container,
+            self._plan.share(self._peers.rank),
+            whole=self._plan.gathered,
+            later=later,
+        )
+        self._offered = Offered(self._container, self._plan.gathered)
+
+    def finish_snapshot(self) -> None:
+        """Copy what `snapshot` has left."""
+        copy_rest(self._uncopied)
+
+    def write(self, *, durable: bool, threads: int | None = None) -> Finished:
+        """Write this rank's share; returns when all have written, and the file has its name.
+
+        threads: how many write. None: this rank's share of as many as there are processors.
+        """
         started = time.monotonic()
         addresses = {number: self._offered.addresses[number] for number in self._plan.gathered}
         located = Located(os.getpid(), addresses)
         task = self._peers.exchange("share", located, self._make_file, of=Task)
         share = self._plan.share(self._peers.rank)
         own_fd = -1 if self._replacement is None else self._replacement.fd
-        done = write_share(share, task, self._container, self._peers, own_fd)
+        if threads is None:
+            threads = max(1, default_threads() // self._peers.size)
+        done = write_share(share, task, self._container, self._peers, own_fd, threads)
 
         def finish(parts: list[Done]) -> list[Finished]:
             written = self._write_rest(parts)

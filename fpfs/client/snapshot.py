@@ -3,8 +3,8 @@
 A rank copies what it writes itself, and its parts of tensors that others read from it. The memory
 is kept from one snapshot to the next: memory that was never touched takes ten times as long.
 
-Concurrency: used by one thread at a time. Nobody may write to the memory until the save that was
-copied to it has ended.
+Concurrency: used by one thread at a time, but for what `copy` leaves to another. Nobody may write
+to the memory until the save that was copied to it has ended.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Collection, Set
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fpfs.client.container import Container
@@ -22,6 +24,10 @@ from fpfs.core.units import format_size
 
 ALIGNMENT = 64
 """Of each copy: a cache line, and a multiple of every type's size."""
+
+
+Uncopied = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+"""Bytes that are still to be copied: to the first of each two from the second."""
 
 
 class Memory:
@@ -52,28 +58,47 @@ class Memory:
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
             self._bytes[:: mmap.PAGESIZE] = 0
 
-    def copy(self, container: Container, share: Share, *, whole: Collection[int]) -> Container:
+    def copy(
+        self,
+        container: Container,
+        share: Share,
+        *,
+        whole: Collection[int],
+        later: Set[int] = frozenset(),
+    ) -> tuple[Container, Uncopied]:
         """Return `container` with copies of what `share` has of it, instead of the tensors.
 
         whole: records of which everything is copied that this rank has.
+        later: where storages lie that are not copied now.
         """
         ranges = _ranges(container, share, set(whole))
         self.reserve(sum(_padded(end - start) for _, start, end in ranges))
         parts = list(container.parts)
         storage, at = self._bytes.untyped_storage(), 0
+        uncopied: Uncopied = []
         for number, start, end in ranges:
             record = container.record(number)
             with torch.inference_mode(mode=False):
                 source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
                 source = source.set_(record.storage)[record.start + start : record.start + end]
-                self._bytes[at : at + len(source)].copy_(source)
+                copy = self._bytes[at : at + len(source)]
+                if record.storage.data_ptr() in later:
+                    uncopied.append((copy.numpy(), source.numpy()))
+                else:
+                    copy.copy_(source)
             copied = record._replace(storage=storage, start=at - start)
             if record.sharded is not None and number in whole:
-                local = self._bytes[at : at + len(source)]
-                copied = copied._replace(sharded=record.sharded._replace(local=local))
+                copied = copied._replace(sharded=record.sharded._replace(local=copy))
             parts[2 * number + 1] = copied
             at += _padded(len(source))
-        return container._replace(parts=parts)
+        return container._replace(parts=parts), uncopied
+
+
+def copy_rest(uncopied: Uncopied) -> None:
+    """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it."""
+    while uncopied:
+        copy, source = uncopied.pop()
+        np.copyto(copy, source)
 
 
 def _ranges(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:
@@ -100,4 +125,4 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "Uncopied", "copy_rest"]

@@ -15,7 +15,6 @@ import torch
 
 from fpfs.client.container import Container, Record
 from fpfs.client.gathering import Source, Strip, gone_of, strips_of
-from fpfs.client.paths import default_threads
 from fpfs.client.peers import GONE, Peers, RankFailed
 from fpfs.client.plan import NO_PIECES, Piece, Share
 from fpfs.core.mounts import mount_containing
@@ -61,10 +60,11 @@ class Done(msgspec.Struct):
     """What this rank's bytes of each record are of its CRC32 (`crc32_parts`)."""
 
 
-def write_share(share: Share, task: Task, container: Container, peers: Peers, own_fd: int) -> Done:
+def write_share(
+    share: Share, task: Task, container: Container, peers: Peers, own_fd: int, threads: int
+) -> Done:
     """Write what this rank has to, by `own_fd` if that is open."""
     started = time.monotonic()
-    threads = max(1, default_threads() // peers.size)
     strips = list[Strip]()
     for number, sources in task.sources.items():
         record = container.record(number)

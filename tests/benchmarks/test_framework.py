@@ -72,6 +72,23 @@ def play_values(bench: Bench, *, rounds: int = 5, bounds: tuple[Bound, ...]) -> 
     return run_group(group_of(*entries, bounds=bounds), bench, rounds=rounds, progress=ignore)
 
 
+def test_what_else_a_round_tells_stands_in_the_table_and_is_judged(bench: Bench) -> None:
+    settled: list[float] = []
+    group = group_of(
+        Contender(
+            name="own",
+            play=lambda: 1.0,
+            settle=lambda: settled.append(3.0 + len(settled)),
+            also={"own, in the end": lambda: settled[-1]},
+        ),
+        bounds=(Bound(contender="own, in the end", peer="own", figure=4.5),),
+    )
+    result = run_group(group, bench, rounds=3, progress=ignore)
+    assert result.values == {"own": [1.0] * 3, "own, in the end": [3.0, 4.0, 5.0]}
+    assert [verdict.measured for verdict in result.verdicts] == [4.0]
+    assert not all_met([result])
+
+
 def test_every_contender_plays_once_a_round_and_nobody_always_follows_the_same(
     bench: Bench,
 ) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.support.processes import REPOSITORY, python_child
 
 TIMEOUT_S = 120.0
@@ -159,12 +161,12 @@ class Worlds:
         return World(self._parent, json.loads(self._parent.stdout.readline()))
 
 
-@contextlib.contextmanager
-def worlds() -> Iterator[Worlds]:
-    """A process that forks ranks."""
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Worlds]:
+    """Where ranks come from."""
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{_PARENT}"
     with python_child(code) as parent:
         yield Worlds(parent)
 
 
-__all__ = ["Outcome", "World", "Worlds", "be_rank", "worlds"]
+__all__ = ["Outcome", "World", "Worlds", "be_rank", "forks"]

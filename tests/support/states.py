@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -187,3 +189,12 @@ def without_id(content: bytes) -> bytes:
     crc = info.CRC.to_bytes(4, "little")
     assert (content.count(value), content.count(crc)) == (1, 2)
     return content.replace(value, b"").replace(crc, b"")
+
+
+FORMER = {"step": 1}
+"""What a name has before a save that fails."""
+
+
+def is_as_before(path: Path) -> bool:
+    """Whether `path` still has FORMER, and nothing lies beside it."""
+    return os.listdir(path.parent) == [path.name] and bool(torch.load(path) == FORMER)

@@ -29,7 +29,7 @@ from fpfs.testing.mounted import Mount, mounted
 from tests.support.failures.damage import blocks_of, flip
 from tests.support.failures.faults import MEBIBYTE, faulty_mount
 from tests.support.processes import python_child
-from tests.support.ranks import Worlds, worlds
+from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import kill
 from tests.support.states import large_state, odd_state, same
@@ -94,13 +94,6 @@ def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:
     assert same(torch.load(ours, weights_only=False), state)
     assert same(torch.load(ours, weights_only=False, mmap=True)["large"], state["large"])
     assert sorted(os.listdir(directory)) == ["ours.pt", "theirs.pt"]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Worlds]:
-    """Where ranks come from."""
-    with worlds() as started:
-        yield started
 
 
 def save_together(path: str, seed: int) -> list[int]:

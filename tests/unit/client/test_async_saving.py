@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fpfs.client import AsyncSaver, Plan, Topology, saving, writing
 from fpfs.client.replacement import Replacement
 from fpfs.client.topology import Writers
 from fpfs.core import transfers
-from tests.support.ranks import Worlds, worlds
+from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG
 from tests.support.states import large_state, odd_state, same
 
@@ -38,12 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where a state is saved."""
-    return tmp_path / "state.pt"
 
 
 @pytest.fixture
@@ -329,13 +323,6 @@ def test_the_end_of_the_process_waits(path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=120)
     assert client.load(path)["step"].unique().tolist() == [3]
     assert os.listdir(path.parent) == [path.name]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Worlds]:
-    """Where ranks come from."""
-    with worlds() as started:
-        yield started
 
 
 def wholes(step: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fpfs import client
 from fpfs.client import gathering, peers, writing
 from fpfs.core import transfers
-from tests.support.ranks import Worlds, worlds
+from tests.support.ranks import Worlds
+from tests.support.states import FORMER, is_as_before
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Worlds]:
-    """Where ranks come from."""
-    with worlds() as started:
-        yield started
-
-
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(path: Path) -> Path:
     """Where a state is saved, with what a failure must leave."""
-    client.save({"step": 1}, tmp_path / "state.pt")
-    return tmp_path / "state.pt"
-
-
-def is_as_before(path: Path) -> bool:
-    """Whether the former file stands, and nothing else."""
-    return os.listdir(path.parent) == [path.name] and client.load(path) == {"step": 1}
+    client.save(FORMER, path)
+    return path
 
 
 def columns() -> DTensor:

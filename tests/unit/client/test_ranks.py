@@ -11,7 +11,6 @@ import signal
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ from fpfs.client import gathering, loading, peers, planning, saving, writing
 from fpfs.client.plan import Plan
 from fpfs.client.topology import WRITERS, Topology
 from fpfs.core import transfers
-from tests.support.ranks import Worlds, worlds
-from tests.support.states import large_state, odd_state, random_tensor, same
+from tests.support.ranks import Worlds
+from tests.support.states import FORMER, is_as_before, large_state, odd_state, random_tensor, same
 from tests.support.waiting import wait_until
 
 # torch's own, of types that it is not done with.
@@ -56,23 +55,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Worlds]:
-    """Where ranks come from."""
-    with worlds() as started:
-        yield started
-
-
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(path: Path) -> Path:
     """Where a state is saved, with what a failure must leave."""
-    client.save({"step": 1}, tmp_path / "state.pt")
-    return tmp_path / "state.pt"
-
-
-def is_as_before(path: Path) -> bool:
-    """Whether the former file stands, and nothing else."""
-    return os.listdir(path.parent) == [path.name] and client.load(path) == {"step": 1}
+    client.save(FORMER, path)
+    return path
 
 
 def state_of(kind: str) -> Any:

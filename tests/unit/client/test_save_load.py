@@ -29,12 +29,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where a state is saved."""
-    return tmp_path / "state.pt"
-
-
 def only(path: Path) -> bool:
     """Whether nothing else lies beside it."""
     return os.listdir(path.parent) == [path.name]

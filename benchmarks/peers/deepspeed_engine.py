@@ -1,0 +1,56 @@
+"""DeepSpeed's decoupled checkpoint engine as a peer: a process that writes with FastFileWriter.
+
+Runs in a worker whose interpreter has DeepSpeed. The process is forked, so it has what
+`deepspeed_writer` replaces; DeepSpeed would start it anew.
+
+Concurrency: one save at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.peers import deepspeed_writer as writer
+
+
+def make_engine() -> Any:
+    """A DecoupledCheckpointEngine with the same buffers as `deepspeed_writer`."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import torch.multiprocessing as mp
+    from deepspeed.io import fast_file_writer
+    from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+        DecoupledCheckpointEngine,
+    )
+    from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
+        DataParallelWriterConfig,
+    )
+
+    mp.set_start_method("fork")
+    fast_file_writer.UtilsBuilder = writer.UtilsOnProcessors
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    config = SimpleNamespace(
+        checkpoint_config={
+            # The legacy format, which has no CRC32.
+            "checkpoint_serialization": False,
+            "writer": {
+                "type": "FAST",
+                "io_buffer_size": writer.BUFFER_BYTES,
+                "io_buffer_double": True,
+                "io_multiplier": 1,
+                "show_statistics": False,
+            },
+        },
+        aio_config={
+            "block_size": writer.BLOCK_BYTES,
+            "queue_depth": writer.QUEUE_DEPTH,
+            "single_submit": False,
+            "overlap_events": True,
+            "intra_op_parallelism": 1,
+            "use_gds": False,
+        },
+    )
+    rank = DataParallelWriterConfig(world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True)
+    return DecoupledCheckpointEngine(config, rank, optimize_dp_state=False)

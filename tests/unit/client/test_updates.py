@@ -1,0 +1,281 @@
+"""Parameters that are copied beside training: steps of optimizers wait, other changes are found."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+
+from fpfs import client
+from fpfs.client import AsyncSaver, saving, snapshot
+from tests.support.ranks import Worlds
+from tests.support.states import FORMER, is_as_before, same
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "foreach AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+SIZE = 300
+
+
+class Training:
+    """A model that has buffers, and its optimizer, which has states."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(SIZE, SIZE), torch.nn.BatchNorm1d(SIZE), torch.nn.Linear(SIZE, 1)
+        )
+        self.optimizer = make(self.model.parameters())
+        self.forward_and_backward()
+        self.optimizer.step()
+
+    def forward_and_backward(self) -> None:
+        """Changes buffers, too."""
+        inputs = torch.randn(8, SIZE)
+        mse_loss(self.model(inputs), inputs.sum(1, keepdim=True)).backward()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.fixture
+def copy_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What is left to the thread, it does not copy until this is called."""
+    go = threading.Event()
+
+    def copy_rest(uncopied: snapshot.Uncopied) -> None:
+        assert uncopied
+        assert go.wait(60)
+        snapshot.copy_rest(uncopied)
+
+    monkeypatch.setattr(saving, "copy_rest", copy_rest)
+    return go.set
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_waits_for_the_copy(path: Path, copy_on: Callable[[], None], name: str) -> None:
+    training = Training(OPTIMIZERS[name])
+    before = copy.deepcopy(training.state())
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        saving = saver.save(training.state(), path)
+        # Buffers change in here, as do gradients.
+        training.forward_and_backward()
+        assert not same(training.model[1].state_dict(), before["model"])
+        assert not saving.staged.done()
+        threading.Timer(0.1, copy_on).start()
+        training.optimizer.step()
+        assert saving.staged.done()
+        assert saving.update_wait_s > 0
+        assert not same(training.state(), before)
+    assert saving.staged.result() is None
+    assert same(torch.load(path), before)
+
+
+def test_states_that_it_does_not_have_are_copied_at_once(path: Path) -> None:
+    """An average of the model, which nobody's step changes."""
+    training = Training(OPTIMIZERS["AdamW"])
+    average = copy.deepcopy(training.model.state_dict())
+    with AsyncSaver(optimizers=[training.optimizer]) as saver:
+        saving = saver.save({"average": average}, path)
+        before = copy.deepcopy(average)
+        for tensor in average.values():
+            tensor.zero_()
+        saving.staged.result(60)
+    assert same(torch.load(path)["average"], before)
+
+
+def test_without_optimizers_all_is_copied(path: Path) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    with AsyncSaver() as saver:
+        before = copy.deepcopy(training.state())
+        saver.save(training.state(), path)
+        training.forward_and_backward()
+        training.optimizer.step()
+        saver.wait_before_update()
+    assert same(torch.load(path), before)
+
+
+def add(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight.add_(1)
+
+
+def load_state(training: Training) -> None:
+    training.model.load_state_dict(training.model.state_dict())
+
+
+def change_state(training: Training) -> None:
+    next(iter(training.optimizer.state.values()))["exp_avg"].mul_(2)
+
+
+@pytest.mark.parametrize("change", [add, load_state, change_state])
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_changes_them_besides(
+    path: Path, copy_on: Callable[[], None], change: Callable[[Training], None], waits: bool
+) -> None:
+    client.save(FORMER, path)
+    training = Training(OPTIMIZERS["AdamW"])
+    before = copy.deepcopy(training.state())
+    saver = AsyncSaver(optimizers=training.optimizer)
+    saving = saver.save(training.state(), path)
+    if waits:
+        copy_on()
+        saver.wait_before_update()
+        change(training)
+        saver.close()
+        assert same(torch.load(path), before)
+        return
+    change(training)
+    copy_on()
+    # Nothing hangs on it.
+    training.optimizer.step()
+    for future in (saving.staged, saving.acknowledged, saving.durable):
+        assert "was changed before it was copied" in str(future.exception(60))
+    with pytest.raises(RuntimeError, match=r"call wait_before_update\(\) before whatever changes"):
+        saver.close()
+    assert is_as_before(path)
+
+
+def test_a_copy_that_fails_holds_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.save(FORMER, path)
+    training = Training(OPTIMIZERS["SGD"])
+
+    def fail(_: snapshot.Uncopied) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(saving, "copy_rest", fail)
+    saver = AsyncSaver(optimizers=training.optimizer, strict=False)
+    began = saver.save(training.state(), path)
+    training.optimizer.step()
+    assert isinstance(began.staged.exception(), MemoryError)
+    saver.close()
+    assert is_as_before(path)
+
+
+def test_a_closed_one_holds_nobody(path: Path) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        saver.save(training.state(), path)
+        hooks = training.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        assert len(hooks) == 1
+    assert not hooks
+    saver.wait_before_update()
+
+
+def test_a_child_does_not_wait(path: Path, copy_on: Callable[[], None]) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        saver.save(training.state(), path)
+        if (child := os.fork()) == 0:
+            signal.alarm(60)
+            saver.wait_before_update()  # a step may hang: its threads of OpenMP are the parent's
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        copy_on()
+
+
+def test_tensors_of_inference_mode_are_copied_at_once(path: Path) -> None:
+    with torch.inference_mode():
+        weight = torch.ones(1000)
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["of inference"] = weight
+    with AsyncSaver(optimizers=optimizer) as saver:
+        saver.save({"weight": weight, "parameter": parameter}, path)
+        with torch.inference_mode():
+            weight.zero_()
+    assert torch.load(path)["weight"].unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("optimizers", [5, [5], ["adam"], torch.nn.Linear(1, 1)])
+def test_what_is_no_optimizer(optimizers: Any) -> None:
+    with pytest.raises(TypeError, match=r"give torch\.optim\.Optimizer objects"):
+        AsyncSaver(optimizers=optimizers)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_threads_that_are_no_number(threads: Any) -> None:
+    with pytest.raises(ValueError, match=r"threads is .*: give a number from 1, or None"):
+        AsyncSaver(threads=threads)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_threads_as_said(path: Path, threads: int) -> None:
+    with AsyncSaver(threads=threads) as saver:
+        saved = saver.save({"step": torch.ones(10**6)}, path).durable.result(60)
+    assert [part.threads for part in saved.written] == [threads]
+
+
+def train(path: str, dim: int) -> None:
+    """As a rank: steps of a model that is sharded along `dim`, each saved and compared."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    inputs = torch.randn(4, SIZE)
+    with AsyncSaver(optimizers=optimizer) as saver:
+        for step in range(4):
+            model(inputs).sum().backward()
+            optimizer.step()
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            saver.save(parts, f"{path}.{step}")
+            options = StateDictOptions(full_state_dict=True)
+            model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+            if dist.get_rank() == 0:
+                full = {"model": OrderedDict(model_state), "optimizer": optimizer_state}
+                torch.save(full, f"{path}.{step}x")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_group(forks: Worlds, path: Path, dim: int) -> None:
+    forks.start(2, train, path, dim).values()
+    for step in range(4):
+        assert same(torch.load(f"{path}.{step}"), torch.load(f"{path}.{step}x"))
+
+
+def change_too_early(path: str) -> None:
+    """As a rank: 1 changes a parameter that is not copied."""
+    training = Training(OPTIMIZERS["AdamW"])
+    released = threading.Event()
+
+    def copy_rest(uncopied: snapshot.Uncopied) -> None:
+        assert released.wait(60)
+        snapshot.copy_rest(uncopied)
+
+    saving.copy_rest = copy_rest
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        saver.save(training.state(), path)
+        if dist.get_rank() == 1:
+            add(training)
+        released.set()
+
+
+def test_a_rank_that_changes_too_early(forks: Worlds, path: Path) -> None:
+    client.save(FORMER, path)
+    outcomes = forks.start(3, change_too_early, path).outcomes()
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert errors[0] == errors[2]
+    assert errors[0].startswith("RankFailed: rank 1: RuntimeError: a parameter or a state")
+    assert errors[1].startswith("RuntimeError: a parameter or a state")
+    assert is_as_before(path)
