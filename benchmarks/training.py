@@ -29,7 +29,7 @@ WIDTH = 512
 LAYERS = 6
 VOCABULARY = 8192
 CONTEXT = 256
-BATCH = 4
+BATCH = 1
 
 
 class SmallGPT(nn.Module):
@@ -312,11 +312,12 @@ class Training:
         """What is saved."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-    def run(self, iterations: int) -> None:
+    def run(self, iterations: int, *, saves: bool = True) -> None:
         """Train, and begin to save after each."""
         for _ in range(iterations):
             self._update()
-            self._saver.save(self.state())
+            if saves:
+                self._saver.save(self.state())
 
     def _update(self) -> None:
         tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT))

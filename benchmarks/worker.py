@@ -227,9 +227,9 @@ class Commands:
 
         self._training = Training(saver, Path(folder))
 
-    def train(self, *, iterations: int) -> None:
+    def train(self, *, iterations: int, saves: bool = True) -> None:
         """Train it, and begin to save after each iteration."""
-        self._training.run(iterations)
+        self._training.run(iterations, saves=saves)
 
     def save_training(self) -> None:
         """Save it, and wait."""

@@ -27,7 +27,10 @@ from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing import mounted
 from fpfs.testing.mounted import live_mounts
 from fpfs.testing.warm import WarmCommands
+from tests.support.ranks import forks
 from tests.support.seeds import IS_LONG
+
+__all__ = ["forks"]
 
 HANG_S = float(os.environ.get("FPFS_TEST_HANG_S", "600"))
 EXIT_HANG = 70

@@ -1,25 +1,31 @@
-"""Training with a checkpoint after each iteration, beside training without: by the iteration.
+"""Training with a checkpoint after each iteration, by what iterations without one take.
 
 One device of the lab, so slow that a checkpoint takes most of an iteration to be stored, as on a
 machine with GPUs, where iterations are shorter and states larger. The model trains on one thread,
 so that a processor is left.
+
+A machine may compute twice as fast from one minute to the next. So each contender trains without
+checkpoints right before and right after, in the same process; from the first the device's speed is
+set, and both are what its iterations with checkpoints are compared with.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Missing, Sense
-from benchmarks.groups.striping import DEVICE_BYTES
+from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S
 from benchmarks.places import Bench, deepspeed_python, sync
-from benchmarks.worker import Timing, Worker
+from benchmarks.worker import Worker
 
 ITERATIONS = 4
+"""That are counted, after one that no checkpoint is under way beside."""
+PLAIN = 2
+"""Iterations without checkpoints, before and after."""
 PERSIST = 0.65
 """How much of an iteration a checkpoint takes to be stored."""
-LEAST_MIB_PER_S = 32
 FPFS = {
     "fpfs": "fpfs",
     "fpfs, no optimizer known": "fpfs_copy",
@@ -34,44 +40,54 @@ OTHERS = {
     "DeepSpeed, decoupled": "deepspeed",
 }
 NONE = "no checkpoints"
+ALONE = "fpfs.save, nothing beside"
+
+SetSpeed = Callable[[float], None]
+"""Given what an iteration takes without checkpoints, in seconds."""
 
 
 class _Trainer:
     """A worker that trains, and what its last round took."""
 
-    def __init__(self, worker: Worker, saver: str, folder: Path) -> None:
+    def __init__(self, worker: Worker, saver: str, folder: Path, set_speed: SetSpeed) -> None:
         self._worker = worker
+        self._set_speed = set_speed
+        self._job = 0.0
         worker.call("train_with", saver=saver, folder=str(folder))
-        self._began: Timing
-        self.job_s = 0.0
         # Memory that the first and the second save take is touched, names are there.
         for _ in range(2):
             worker.call("train", iterations=1)
             worker.call("wait_for_training")
 
-    def begin(self) -> None:
-        """An iteration that no checkpoint is under way beside."""
-        self._began = self._worker.call("train", iterations=1)
-
-    def iterate(self) -> float:
-        """Seconds of an iteration, a checkpoint being under way."""
-        return self._worker.call("train", iterations=ITERATIONS).seconds / ITERATIONS
-
-    def end(self) -> None:
-        """Wait for the last checkpoint; the whole job is known then."""
-        ended = self._worker.call("wait_for_training")
-        self.job_s = ended.ended_s - self._began.started_s
-        sync()
-
     def contender(self, name: str) -> Contender:
-        """It."""
+        """Iterations with checkpoints, and a job of some until all is durable."""
         return Contender(
-            name=name,
-            prepare=self.begin,
-            play=self.iterate,
-            settle=self.end,
-            also={job(name): lambda: self.job_s},
+            name=name, play=self._train, settle=sync, also={job(name): lambda: self._job}
         )
+
+    def alone(self) -> Contender:
+        """A save while nothing else goes on."""
+        return Contender(name=ALONE, play=self._save, settle=sync)
+
+    def _train(self) -> float:
+        before_s = self._plain()
+        self._set_speed(before_s)
+        began = self._worker.call("train", iterations=1)
+        counted = self._worker.call("train", iterations=ITERATIONS)
+        ended = self._worker.call("wait_for_training")
+        plain_s = (before_s + self._plain()) / 2
+        self._job = (ended.ended_s - began.started_s) / plain_s / (1 + ITERATIONS)
+        return counted.seconds / ITERATIONS / plain_s
+
+    def _save(self) -> float:
+        before_s = self._plain()
+        self._set_speed(before_s)
+        saved = self._worker.call("save_training")
+        return saved.seconds / ((before_s + self._plain()) / 2)
+
+    def _plain(self) -> float:
+        """Seconds of an iteration without a checkpoint."""
+        return self._worker.call("train", iterations=PLAIN, saves=False).seconds / PLAIN
 
 
 def job(name: str) -> str:
@@ -79,50 +95,48 @@ def job(name: str) -> str:
     return f"{name}: {1 + ITERATIONS} iterations until durable"
 
 
-def _mib_per_s(bench: Bench) -> int:
-    """A device's speed at which a checkpoint takes PERSIST of an iteration."""
+def _bytes_of_state(bench: Bench) -> int:
     with bench.plain() as folder, bench.worker() as worker:
         worker.call("train_with", saver="torch_save", folder=str(folder))
         worker.call("save_training")
         (saved,) = folder.iterdir()
-        mib = saved.stat().st_size / 2**20
-    with bench.plain() as folder, bench.worker() as worker:
-        iteration_s = _Trainer(worker, "none", folder).iterate()
-    return max(LEAST_MIB_PER_S, round(mib / (PERSIST * iteration_s)))
+        return saved.stat().st_size
 
 
 @contextlib.contextmanager
 def _training(bench: Bench) -> Iterator[Sequence[Entry]]:
-    mib_per_s = _mib_per_s(bench)
+    state_bytes = _bytes_of_state(bench)
     with contextlib.ExitStack() as stack:
-        lab = bench.lab(device_count=1, mib_per_s=mib_per_s, size_bytes=DEVICE_BYTES)
-        (disk,) = stack.enter_context(lab).mountpoints
-        plain = stack.enter_context(bench.plain(parent=disk))
-        mount = stack.enter_context(bench.fpfs(filesystems=[disk]))
-
-        def trainer(name: str, saver: str, folder: Path, python: Path | None = None) -> Contender:
-            worker = stack.enter_context(bench.worker(python=python))
-            return _Trainer(worker, saver, folder).contender(name)
-
-        entries: list[Entry] = [trainer(NONE, "none", plain)]
-        alone = stack.enter_context(bench.worker())
-        alone.call("train_with", saver="fpfs_save", folder=str(mount.path))
-        entries.append(
-            Contender(
-                name="fpfs.save alone",
-                play=lambda: alone.call("save_training").seconds,
-                settle=mount.flush,
-            )
+        lab = stack.enter_context(
+            bench.lab(device_count=1, mib_per_s=MIB_PER_S, size_bytes=DEVICE_BYTES)
         )
-        entries += [trainer(name, saver, mount.path) for name, saver in FPFS.items()]
+        (device,) = lab.devices()
+        plain = stack.enter_context(bench.plain(parent=device.mountpoint))
+        mount = stack.enter_context(bench.fpfs(filesystems=[device.mountpoint]))
+
+        def set_speed(iteration_s: float) -> None:
+            assert lab.throttle is not None
+            assert device.device_number is not None
+            bytes_per_s = round(state_bytes / (PERSIST * iteration_s))
+            lab.throttle.limit(device.device_number, bytes_per_s=bytes_per_s)
+
+        def trainer(saver: str, folder: Path, python: Path | None = None) -> _Trainer:
+            worker = stack.enter_context(bench.worker(python=python))
+            return _Trainer(worker, saver, folder, set_speed)
+
+        entries: list[Entry] = [
+            trainer("none", plain).contender(NONE),
+            trainer("fpfs_save", mount.path).alone(),
+        ]
+        entries += [trainer(saver, mount.path).contender(name) for name, saver in FPFS.items()]
         python = deepspeed_python()
         for name, saver in OTHERS.items():
             if saver != "deepspeed":
-                entries.append(trainer(name, saver, plain))
+                entries.append(trainer(saver, plain).contender(name))
             elif isinstance(python, Missing):
                 entries.append(Missing(name=name, reason=python.reason))
             else:
-                entries.append(trainer(name, saver, plain, python))
+                entries.append(trainer(saver, plain, python).contender(name))
         yield entries
 
 
@@ -130,12 +144,12 @@ GROUPS = (
     Group(
         name="training",
         title="a small GPT on one thread, a checkpoint after each iteration",
-        unit="s",
+        unit="x without",
         open=_training,
         bounds=(
-            Bound(contender="fpfs", peer=NONE, figure=1.05, sense=Sense.AT_MOST),
-            Bound(contender="fpfs.save alone", peer=NONE, figure=0.5),
-            Bound(contender="fpfs.save alone", peer=NONE, figure=0.8, sense=Sense.AT_MOST),
+            Bound(contender="fpfs", figure=1.05, sense=Sense.AT_MOST),
+            Bound(contender=ALONE, figure=0.5),
+            Bound(contender=ALONE, figure=0.8, sense=Sense.AT_MOST),
         ),
     ),
 )

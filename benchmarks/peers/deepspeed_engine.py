@@ -24,12 +24,18 @@ def make_engine() -> Any:
     from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
         DecoupledCheckpointEngine,
     )
+    from deepspeed.runtime.model_checkpointing import CheckpointWriterFactory
     from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
         DataParallelWriterConfig,
     )
 
+    def set_up(factory: Any, _: Any) -> None:
+        # DeepSpeed's own asks torch for pinned memory, of which there is none without accelerators.
+        factory._dnvme_handle, factory._io_buffer = writer.handle_and_buffer()  # noqa: SLF001
+
     mp.set_start_method("fork")
     fast_file_writer.UtilsBuilder = writer.UtilsOnProcessors
+    CheckpointWriterFactory._setup_for_aio = set_up  # noqa: SLF001
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     config = SimpleNamespace(
         checkpoint_config={
@@ -43,14 +49,7 @@ def make_engine() -> Any:
                 "show_statistics": False,
             },
         },
-        aio_config={
-            "block_size": writer.BLOCK_BYTES,
-            "queue_depth": writer.QUEUE_DEPTH,
-            "single_submit": False,
-            "overlap_events": True,
-            "intra_op_parallelism": 1,
-            "use_gds": False,
-        },
+        aio_config={"use_gds": False},
     )
     rank = DataParallelWriterConfig(world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True)
     return DecoupledCheckpointEngine(config, rank, optimize_dp_state=False)

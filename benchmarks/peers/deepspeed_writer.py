@@ -20,7 +20,8 @@ BUFFER_BYTES = 256 * 1024 * 1024
 
 
 @functools.cache
-def _handle_and_buffer() -> tuple[Any, Any]:
+def handle_and_buffer() -> tuple[Any, Any]:
+    """What writes, and the locked memory that it writes from."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -61,7 +62,7 @@ def save(state: dict[str, Any], path: str, *, legacy: bool) -> None:
     import torch
     from deepspeed.io import FastFileWriter, FastFileWriterConfig, fast_file_writer
 
-    handle, buffer = _handle_and_buffer()
+    handle, buffer = handle_and_buffer()
     fast_file_writer.UtilsBuilder = UtilsOnProcessors
     config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=buffer, double_buffer=True)
     writer = FastFileWriter(file_path=path, config=config)

@@ -82,7 +82,7 @@ class Memory:
                 source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
                 source = source.set_(record.storage)[record.start + start : record.start + end]
                 copy = self._bytes[at : at + len(source)]
-                if record.storage.data_ptr() in later:
+                if record.storage.device.type == "cpu" and record.storage.data_ptr() in later:
                     uncopied.append((copy.numpy(), source.numpy()))
                 else:
                     copy.copy_(source)

@@ -1,6 +1,5 @@
-"""The fixtures of this folder; see tests/support."""
+"""The fixtures of this folder; see tests/support/fixtures.py."""
 
 from tests.support.fixtures import directory, folder, mount, places, plain, target
-from tests.support.ranks import forks
 
-__all__ = ["directory", "folder", "forks", "mount", "places", "plain", "target"]
+__all__ = ["directory", "folder", "mount", "places", "plain", "target"]

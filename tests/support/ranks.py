@@ -161,7 +161,7 @@ class Worlds:
         return World(self._parent, json.loads(self._parent.stdout.readline()))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks() -> Iterator[Worlds]:
     """Where ranks come from."""
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{_PARENT}"
