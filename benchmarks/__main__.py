@@ -1,6 +1,6 @@
 """``python -m benchmarks``: measure, print the table, write JSON and plot.
 
-  python -m benchmarks                      everything (about half an hour)
+  python -m benchmarks                      everything (about an hour)
   python -m benchmarks --quick save lab     groups whose name contains a word, small and short
   python -m benchmarks --list               the names of the groups
 

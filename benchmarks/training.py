@@ -75,7 +75,7 @@ class NoCheckpoints:
         """Until what was saved is durable."""
 
 
-class Fpfs(NoCheckpoints):
+class _Fpfs(NoCheckpoints):
     """`fpfs.AsyncSaver`, which the optimizer waits for."""
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Fpfs(NoCheckpoints):
         self._saver.wait()
 
 
-class FpfsCopy(Fpfs):
+class _FpfsCopy(_Fpfs):
     """`fpfs.AsyncSaver` that knows no optimizer: `save` returns when all is copied."""
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class FpfsCopy(Fpfs):
         self._saver = AsyncSaver()
 
 
-class FpfsSave(NoCheckpoints):
+class _FpfsSave(NoCheckpoints):
     """`fpfs.save`, durable: how long one persist takes, with nothing beside it."""
 
     def save(self, state: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class FpfsSave(NoCheckpoints):
         save(state, next(self._paths), durable=True)
 
 
-class TorchSave(NoCheckpoints):
+class _TorchSave(NoCheckpoints):
     """torch.save and fsync."""
 
     def save(self, state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class TorchSave(NoCheckpoints):
             os.fsync(file.fileno())
 
 
-class TorchSaveToFpfs(NoCheckpoints):
+class _TorchSaveToFpfs(NoCheckpoints):
     """Plain torch.save to a mount, which stores it beside training; durable when flushed."""
 
     def save(self, state: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class TorchSaveToFpfs(NoCheckpoints):
         os.close(fd)
 
 
-class DcpSave(NoCheckpoints):
+class _DcpSave(NoCheckpoints):
     """torch.distributed.checkpoint.save with fsync."""
 
     def save(self, state: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class DcpSave(NoCheckpoints):
         return checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
 
 
-class DcpAsyncSave(DcpSave):
+class _DcpAsyncSave(_DcpSave):
     """async_save by a thread; tensors are copied beside training to memory that is kept."""
 
     in_process = False
@@ -191,13 +191,13 @@ class DcpAsyncSave(DcpSave):
             self._response.upload_completion.result()
 
 
-class DcpAsyncSaveInProcess(DcpAsyncSave):
+class _DcpAsyncSaveInProcess(_DcpAsyncSave):
     """async_save by a process."""
 
     in_process = True
 
 
-class TorchCheckpointing(NoCheckpoints):
+class _TorchCheckpointing(NoCheckpoints):
     """Meta's library by its process, buffered (its default fails on ext4); then fsync."""
 
     def start(self) -> None:
@@ -238,7 +238,7 @@ class TorchCheckpointing(NoCheckpoints):
         self._synced.wait()
 
 
-class DeepSpeed(NoCheckpoints):
+class _DeepSpeed(NoCheckpoints):
     """The decoupled engine: a process writes the tensors, which training shares with it.
 
     As DeepSpeed does it, the weights are not updated until all is written.
@@ -283,16 +283,16 @@ def _join() -> None:
 
 SAVERS: dict[str, type[NoCheckpoints]] = {
     "none": NoCheckpoints,
-    "fpfs": Fpfs,
-    "fpfs_copy": FpfsCopy,
-    "fpfs_save": FpfsSave,
-    "torch_save": TorchSave,
-    "torch_save_to_fpfs": TorchSaveToFpfs,
-    "dcp_save": DcpSave,
-    "dcp_async_save": DcpAsyncSave,
-    "dcp_async_save_in_process": DcpAsyncSaveInProcess,
-    "torch_checkpointing": TorchCheckpointing,
-    "deepspeed": DeepSpeed,
+    "fpfs": _Fpfs,
+    "fpfs_copy": _FpfsCopy,
+    "fpfs_save": _FpfsSave,
+    "torch_save": _TorchSave,
+    "torch_save_to_fpfs": _TorchSaveToFpfs,
+    "dcp_save": _DcpSave,
+    "dcp_async_save": _DcpAsyncSave,
+    "dcp_async_save_in_process": _DcpAsyncSaveInProcess,
+    "torch_checkpointing": _TorchCheckpointing,
+    "deepspeed": _DeepSpeed,
 }
 
 

@@ -47,10 +47,12 @@ class UtilsOnProcessors:
     """
 
     def load(self) -> UtilsOnProcessors:
+        """As DeepSpeed's builder does, but nothing is built."""
         return self
 
     @staticmethod
     def cast_to_byte_tensor(tensors: list[Any]) -> list[Any]:
+        """Views of them as bytes."""
         import torch
 
         return [tensor.view(torch.uint8) for tensor in tensors]
