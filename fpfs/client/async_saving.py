@@ -72,7 +72,7 @@ class AsyncSaver:
         first save adds, which takes ten times as long then.
     optimizers: their parameters and states in the processor's memory are copied after `save` has
         returned, and their next step waits for that. What else changes them must do so after
-        `wait_before_update`.
+        `wait_before_update`. `save` is called between steps, not within one.
     threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
         by the ranks.
     strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
@@ -108,7 +108,7 @@ class AsyncSaver:
         """None: closed."""
         self._last: Saving | None = None
         self._pid = os.getpid()
-        self._updates = Updates(optimizers, self.wait_before_update)
+        self._updates = Updates(optimizers)
 
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
@@ -128,28 +128,24 @@ class AsyncSaver:
         steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
         steps.__enter__()
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
-        entered = [steps]
+        entered = [(steps, held)]
         try:
             steps.agree(state, path, self._plan)
-            steps.snapshot(self._memory, later=held.storages)
+            steps.snapshot(self._memory, later=held)
             self._last = Saving(steps.path, stall_s=time.monotonic() - started)
-            self._executor.submit(_write, self._last, entered, held, self._threads)
+            self._updates.saving = self._last
+            self._executor.submit(_write, self._last, entered, self._threads)
         except BaseException as error:
             with contextlib.suppress(IndexError):
-                entered.pop().__exit__(type(error), error, error.__traceback__)
-                self._last = None
+                entered.pop()
+                self._last = self._updates.saving = None
+                steps.__exit__(type(error), error, error.__traceback__)
             raise
         return self._last
 
     def wait_before_update(self) -> None:
         """Return when all of the last save is copied, or it has failed: the state may change."""
-        last = self._last
-        # A child of the process has its own copy of everything, and no thread.
-        if last is None or os.getpid() != self._pid:
-            return
-        started = time.monotonic()
-        last.staged.exception()
-        last.update_wait_s += time.monotonic() - started
+        self._updates.wait()
 
     def wait(self) -> None:
         """Return when the last save is durable, or has failed; raises as `save` does."""
@@ -171,14 +167,16 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait as `wait` does; nothing can be saved any more."""
         executor, self._executor = self._executor, None
-        self._updates.close()
-        if executor is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         try:
             self.wait()
         finally:
-            executor.shutdown(wait=False)
+            if executor is not None:
+                executor.shutdown(wait=False)
             self._memory = Memory()
+            if self._last is None:
+                self._updates.close()
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -192,10 +190,10 @@ class AsyncSaver:
         self.close()
 
 
-def _write(saving: Saving, entered: list[Save], held: Held, threads: int | None) -> None:
+def _write(saving: Saving, entered: list[tuple[Save, Held]], threads: int | None) -> None:
     """What the thread does with a save that is entered; nothing, if that has been left."""
     try:
-        _write_and_tell(saving, entered, held, threads)
+        _write_and_tell(saving, entered, threads)
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
@@ -213,10 +211,10 @@ def _write(saving: Saving, entered: list[Save], held: Held, threads: int | None)
                 future.set_exception(error)
 
 
-def _write_and_tell(saving: Saving, entered: list[Save], held: Held, threads: int | None) -> None:
+def _write_and_tell(saving: Saving, entered: list[tuple[Save, Held]], threads: int | None) -> None:
     started = time.monotonic()
     try:
-        steps = entered.pop()
+        steps, held = entered.pop()
     except IndexError:
         return
     with contextlib.ExitStack() as stack:

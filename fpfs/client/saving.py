@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Set
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, remove_left
 from fpfs.client.snapshot import Memory, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.updates import NOTHING_HELD, Held
 from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
 
@@ -233,10 +233,10 @@ class Save:
         self._container = container
         self._plan = self._planning.plan(records, gathers=agreed.gathers)
 
-    def snapshot(self, memory: Memory, *, later: Set[int] = frozenset()) -> None:
+    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
 
-        later: where storages lie that `finish_snapshot` is to copy.
+        later: what `finish_snapshot` is to copy.
         """
         self._container, self._uncopied = memory.copy(
             self._container,

@@ -10,6 +10,7 @@ to the memory until the save that was copied to it has ended.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Collection, Set
 from typing import Any
@@ -20,13 +21,14 @@ import torch
 
 from fpfs.client.container import Container
 from fpfs.client.plan import Share
+from fpfs.client.updates import NOTHING_HELD, Held
 from fpfs.core.units import format_size
 
 ALIGNMENT = 64
 """Of each copy: a cache line, and a multiple of every type's size."""
 
 
-Uncopied = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+Uncopied = list[tuple[torch.Tensor, torch.Tensor]]
 """Bytes that are still to be copied: to the first of each two from the second."""
 
 
@@ -64,12 +66,12 @@ class Memory:
         share: Share,
         *,
         whole: Collection[int],
-        later: Set[int] = frozenset(),
+        later: Held = NOTHING_HELD,
     ) -> tuple[Container, Uncopied]:
         """Return `container` with copies of what `share` has of it, instead of the tensors.
 
         whole: records of which everything is copied that this rank has.
-        later: where storages lie that are not copied now.
+        later: what is not copied now.
         """
         ranges = _ranges(container, share, set(whole))
         self.reserve(sum(_padded(end - start) for _, start, end in ranges))
@@ -82,8 +84,8 @@ class Memory:
                 source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
                 source = source.set_(record.storage)[record.start + start : record.start + end]
                 copy = self._bytes[at : at + len(source)]
-                if record.storage.device.type == "cpu" and record.storage.data_ptr() in later:
-                    uncopied.append((copy.numpy(), source.numpy()))
+                if later.covers(source):
+                    uncopied.append((copy, source))
                 else:
                     copy.copy_(source)
             copied = record._replace(storage=storage, start=at - start)
@@ -98,7 +100,13 @@ def copy_rest(uncopied: Uncopied) -> None:
     """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it."""
     while uncopied:
         copy, source = uncopied.pop()
-        np.copyto(copy, source)
+        np.copyto(_bytes_of(copy), _bytes_of(source))
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    # What Tensor.numpy() was called for can never be resized again.
+    memory = (ctypes.c_uint8 * len(tensor)).from_address(tensor.data_ptr())
+    return np.ctypeslib.as_array(memory)
 
 
 def _ranges(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:

@@ -8,58 +8,95 @@ Concurrency: used by the thread that trains, but for `Held.check`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fpfs.client.sharding import is_dtensor
 
+if TYPE_CHECKING:
+    from fpfs.client.async_saving import Saving
+
+Range = tuple[int, int]
+"""Addresses: from where to where."""
+
 
 class Held(NamedTuple):
     """Tensors that do not change until the next step."""
 
-    storages: frozenset[int]
-    """Where these lie in memory."""
+    ranges: dict[int, list[Range]]
+    """What they are of each storage, by the storage's address, in order, without gaps between."""
     versions: list[tuple[torch.Tensor, int]]
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether of these bytes, without gaps, none is another tensor's alone."""
+        if tensor.device.type != "cpu":
+            return False
+        first = tensor.data_ptr()
+        found = self.ranges.get(tensor.untyped_storage().data_ptr(), [])
+        return any(begin <= first and first + tensor.nbytes <= end for begin, end in found)
 
     def check(self) -> None:
         """Raise RuntimeError if one has changed, as far as torch counts changes."""
         for tensor, version in self.versions:
             if tensor._version != version:  # noqa: SLF001 torch has no other name for it
                 raise RuntimeError(
-                    "a parameter or a state of its optimizer was changed before it was copied:"
-                    " call wait_before_update() before whatever changes them but step()"
+                    f"a parameter or a state of its optimizer ({tensor.dtype}, shape"
+                    f" {tuple(tensor.shape)}) was changed before it was copied: call"
+                    " wait_before_update() before whatever changes them but step()"
                 )
 
 
+NOTHING_HELD = Held({}, [])
+
+
 class Updates:
-    """Optimizers that call `wait` before each step, until this is closed.
+    """Optimizers whose steps wait, until this is closed.
+
+    Knows nothing of whose it is: an optimizer may live longer.
 
     Raises TypeError of what is no torch.optim.Optimizer.
     """
 
-    def __init__(
-        self,
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-        wait: Callable[[], None],
-    ) -> None:
+    def __init__(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         if not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
         self._optimizers = tuple(optimizers)
+        self.saving: Saving | None = None
+        """What steps wait for."""
+        self._pid = os.getpid()
         for optimizer in self._optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
+            # Some wrap another one, and make no hooks.
+            if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(
+                optimizer, "_optimizer_step_pre_hooks"
+            ):
                 raise TypeError(
                     f"optimizers has a {type(optimizer).__name__}: give torch.optim.Optimizer"
-                    " objects, or call wait_before_update() before what changes parameters"
+                    " objects (of one that wraps another, the one within), or call"
+                    " wait_before_update() before what changes parameters"
                 )
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: wait()) for optimizer in self._optimizers
+            optimizer.register_step_pre_hook(lambda *_: self.wait())
+            for optimizer in self._optimizers
         ]
+
+    def wait(self) -> None:
+        """Return when all of `saving` is copied, or it has failed."""
+        saving = self.saving
+        # A child of the process has its own copy of everything, and no thread.
+        if saving is None or os.getpid() != self._pid:
+            return
+        started = time.monotonic()
+        saving.staged.exception()
+        saving.update_wait_s += time.monotonic() - started
 
     def hold(self) -> Held:
         """What does not change from now until the next step: of the processor's memory."""
-        storages, versions = set(), []
+        ranges: dict[int, list[Range]] = {}
+        versions = []
         for optimizer in self._optimizers:
             for tensor in _tensors_of(optimizer):
                 with torch.no_grad():
@@ -67,16 +104,21 @@ class Updates:
                 # Of other classes torch alone knows what is saved of them.
                 if type(local) not in {torch.Tensor, torch.nn.Parameter} or local.is_inference():
                     continue
-                if local.device.type == "cpu" and local.layout is torch.strided:
-                    storages.add(local.untyped_storage().data_ptr())
+                if (
+                    local.device.type == "cpu"
+                    and local.layout is torch.strided
+                    and _is_dense(local)
+                ):
+                    storage, first = local.untyped_storage().data_ptr(), local.data_ptr()
+                    ranges.setdefault(storage, []).append((first, first + local.nbytes))
                     versions += [(each, each._version) for each in (tensor, local)]  # noqa: SLF001
-        return Held(frozenset(storages), versions)
+        return Held({storage: _joined(found) for storage, found in ranges.items()}, versions)
 
     def close(self) -> None:
-        """Let steps no longer wait."""
+        """Let steps no longer wait, and forget the optimizers."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._optimizers = [], ()
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -88,4 +130,24 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-__all__ = ["Held", "Updates"]
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether there are no other bytes between those of its elements, in whatever order."""
+    expected = 1
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    found: list[Range] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
+
+
+__all__ = ["NOTHING_HELD", "Held", "Updates"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 SIZE = 300
+
+
+def flat_model() -> torch.nn.Module:
+    """Parameters and buffers are views of one tensor, and count their changes each on its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.BatchNorm1d(SIZE))
+    tensors = [*model.parameters(), *(t for t in model.buffers() if t.is_floating_point())]
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.data = part.view_as(tensor)
+    return model
 
 
 class Training:
@@ -112,6 +124,125 @@ def test_without_optimizers_all_is_copied(path: Path) -> None:
     assert same(torch.load(path), before)
 
 
+def test_what_shares_memory_with_others_is_copied_at_once(
+    path: Path, copy_on: Callable[[], None]
+) -> None:
+    model = flat_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameter = torch.nn.Parameter(torch.ones(2 * SIZE))
+    optimizer.add_param_group({"params": parameter})
+    state = {"model": model.state_dict(), "parameter": parameter}
+    before = copy.deepcopy(state)
+    with AsyncSaver(optimizers=optimizer) as saver:
+        saver.save(state, path)
+        model(torch.randn(8, SIZE))
+        copy_on()
+    assert same(torch.load(path), before)
+
+
+def test_gaps_between_elements_are_copied_at_once(path: Path, copy_on: Callable[[], None]) -> None:
+    whole = torch.zeros(4, SIZE)
+    parameters = [torch.nn.Parameter(torch.zeros(3, SIZE).T), torch.nn.Parameter(whole[:, 1:])]
+    parameters[1].data = whole[:, 1:]
+    assert not parameters[1].is_contiguous()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with AsyncSaver(optimizers=optimizer) as saver:
+        saver.save(parameters, path)
+        whole.add_(1)  # which is not counted, and was copied
+        copy_on()
+    assert [tensor.unique().tolist() for tensor in torch.load(path)] == [[0], [0]]
+
+
+def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    model = torch.nn.Linear(SIZE, SIZE)
+    other = torch.optim.SGD(
+        [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}], momentum=0.9
+    )
+    befores = []
+
+    def slowly(uncopied: snapshot.Uncopied) -> None:
+        # All of both: six parameters with three states each, and two that have momentum later.
+        assert len(uncopied) == 6 * 4 + (2 if len(befores) == 1 else 4)
+        threading.Event().wait(0.05)
+        snapshot.copy_rest(uncopied)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "copy_rest", slowly)
+        with AsyncSaver(optimizers=[training.optimizer, other]) as saver:
+            for step in range(4):
+                state = {
+                    **training.state(),
+                    "other": model.state_dict(),
+                    "more": other.state_dict(),
+                }
+                befores.append(copy.deepcopy(state))
+                saver.save(state, f"{path}.{step}")
+                training.forward_and_backward()
+                model(torch.randn(4, SIZE)).sum().backward()
+                for optimizer in (training.optimizer, other)[:: 1 if step % 2 else -1]:
+                    optimizer.step()
+    for step, before in enumerate(befores):
+        assert same(torch.load(f"{path}.{step}"), before)
+
+
+def test_tensors_may_be_resized_afterwards(path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    with AsyncSaver(optimizers=torch.optim.SGD([parameter], lr=0.1)) as saver:
+        saver.save({"parameter": parameter}, path)
+    parameter.untyped_storage().resize_(0)
+
+
+def test_one_that_is_dropped_leaves_no_memory(path: Path) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    saver = AsyncSaver(optimizers=training.optimizer)
+    saver.save(training.state(), path).durable.result(60)
+    memory = weakref.ref(saver._memory._bytes.untyped_storage())
+    del saver
+    gc.collect()
+    assert memory() is None
+    training.optimizer.step()
+
+
+def test_a_close_that_gives_up_leaves_steps_waiting(
+    path: Path, copy_on: Callable[[], None]
+) -> None:
+    training = Training(OPTIMIZERS["fused SGD"])
+    before = copy.deepcopy(training.state())
+    saver = AsyncSaver(optimizers=training.optimizer, timeout_s=0.1)
+    saving = saver.save(training.state(), path)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="has not ended"):
+            saver.close()
+    threading.Timer(0.1, copy_on).start()
+    training.optimizer.step()
+    saving.durable.result(60)
+    saver.close()
+    assert same(torch.load(path), before)
+    assert not training.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+
+
+def test_a_second_interrupt_holds_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        with monkeypatch.context() as patched:
+            exit_ = saving.Save.__exit__
+
+            def interrupted(*arguments: Any) -> None:
+                raise KeyboardInterrupt
+
+            def exit_interrupted(*arguments: Any) -> None:
+                exit_(*arguments)
+                raise KeyboardInterrupt
+
+            patched.setattr(saver._executor, "submit", interrupted)
+            patched.setattr(saving.Save, "__exit__", exit_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(training.state(), path)
+        training.optimizer.step()
+        assert not path.exists()
+
+
 def add(training: Training) -> None:
     with torch.no_grad():
         training.model[0].weight.add_(1)
@@ -151,6 +282,12 @@ def test_what_changes_them_besides(
     with pytest.raises(RuntimeError, match=r"call wait_before_update\(\) before whatever changes"):
         saver.close()
     assert is_as_before(path)
+    # What has failed keeps nothing.
+    parameter = weakref.ref(training.model[0].weight)
+    del training, saver
+    gc.collect()
+    assert parameter() is None
+    assert saving.durable.exception() is not None
 
 
 def test_a_copy_that_fails_holds_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +345,21 @@ def test_tensors_of_inference_mode_are_copied_at_once(path: Path) -> None:
 def test_what_is_no_optimizer(optimizers: Any) -> None:
     with pytest.raises(TypeError, match=r"give torch\.optim\.Optimizer objects"):
         AsyncSaver(optimizers=optimizers)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As some do that wrap another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_that_makes_no_hooks() -> None:
+    wrapping = Wrapping(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(
+        TypeError, match=r"has a Wrapping: .*of one that wraps another, the one wit"
+    ):
+        AsyncSaver(optimizers=wrapping)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
