@@ -97,7 +97,7 @@ def test_types_and_inode_numbers(directory: Path) -> None:
 @pytest.mark.parametrize("count", [5000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_thousands_of_entries(target: Target, count: int) -> None:
     """All are listed once, also after a remount; what stays is, while others vanish."""
-    crowded = target.root / "crowded"
+    crowded = target.root / f"crowded{count}"
     crowded.mkdir()
     for number in range(count):
         os.mknod(crowded / f"entry{number}", 0o644)
