@@ -274,7 +274,7 @@ class File : public std::enable_shared_from_this<File> {
 
   // --- taking over what another process left (file_recover.cc) ---
   // On top of load(), before anything else. attach_recovered() has to be called until it says Done.
-  // Without `trim` the objects keep what lies behind this file's last byte: others refer to it.
+  // Without `trim` the objects keep what no byte of this file lies in: others refer to it.
   void recover(const Leftover& left, bool trim) EXCLUDES(mutex_);
   // Of two parts, only the first; when that has been drained, and before it is committed, the rest.
   void recover_first(const PartedLeftover& left, bool trim) EXCLUDES(mutex_);
@@ -373,7 +373,7 @@ class File : public std::enable_shared_from_this<File> {
   void replay_all(const Leftover& left, bool trim) REQUIRES(mutex_);
   void replay(const JournalEntry& entry) REQUIRES(mutex_);
   void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
-  void find_garbage() REQUIRES(mutex_);
+  void find_garbage(bool gaps) REQUIRES(mutex_);
   void keep_written_in_tails() REQUIRES(mutex_);
   void trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes, Actions& actions)
       REQUIRES(mutex_);

@@ -52,10 +52,10 @@ void File::recover(const Leftover& left, bool trim) {
 
 void File::recover_first(const PartedLeftover& left, bool trim) {
   const MutexLock lock(mutex_);
+  later_waits_ = true;
   replay_all(left.first, trim);
   sequence_ = 1;
   committed_sequence_ = 0;
-  later_waits_ = true;
   first_ends_ = left.reached;
   for (const JournalEntry& entry : left.later.changes) {
     if (entry.kind != arena::Change::Extents) continue;
@@ -122,7 +122,7 @@ void File::replay_all(const Leftover& left, bool trim) {
     replay(entry);
   }
   take_slots_before(UINT64_MAX);
-  find_garbage();
+  find_garbage(trim && !later_waits_);
   if (!trim) recovered_ends_.clear();
   std::erase_if(recovered_slots_, [&](const StagedSlot& staged) {
     if (!staged.slot->ranges.empty()) return false;
@@ -204,14 +204,21 @@ void File::replay_truncation(uint64_t size, uint64_t sequence) {
   }
 }
 
-// Of all places that were seen, those that the map does not refer to.
-void File::find_garbage() {
+// Of all places that were seen, those that the map does not refer to. `gaps`: and those between
+// them, to which transfers were under way whose end nobody has noted.
+void File::find_garbage(bool gaps) {
   std::map<std::pair<uint16_t, uint64_t>, Spans> spans;
   for (const Extent& extent : garbage_) {
     const uint64_t begin = extent.place.object_block;
     const std::pair key{extent.place.device, extent.place.object};
     add_span(spans[key], begin, begin + extent.count);
     recovered_ends_[key] = std::max(recovered_ends_[key], (begin + extent.count) * kBlockBytes);
+  }
+  for (auto& [key, ranges] : spans) {
+    // Those of this process are noted when they end.
+    if (gaps && open_object(key.first, key.second) == nullptr) {
+      ranges = {{0, ranges.rbegin()->second}};
+    }
   }
   for (const Extent& extent : map_.lookup(0, kFileBlocksMax)) {
     const uint64_t begin = extent.place.object_block;

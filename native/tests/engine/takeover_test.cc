@@ -413,6 +413,39 @@ TEST_CASE("takeover: an object that was given back is no error of its device") {
   CHECK(succession.second->read(*taken, 0, kFileBytes) == model);
 }
 
+TEST_CASE("takeover: space that a transfer took and nobody has noted comes back") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  std::string model = random_bytes(8 * kChunkBytes, 1);
+  REQUIRE(succession.first->write(*file, 0, model) == 0);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  // What is committed refers to it no longer, and nothing tells to give it back.
+  REQUIRE(succession.first->punch(*file, 2 * kChunkBytes, 2 * kChunkBytes) == 0);
+  model.replace(2 * kChunkBytes, 2 * kChunkBytes, 2 * kChunkBytes, '\0');
+  SnapshotData snapshot;
+  REQUIRE(succession.first->drain(*file, true, &snapshot) == 0);
+  CHECK_FALSE(snapshot.garbage.empty());
+  snapshot.garbage.clear();
+  succession.first->make_current(*file, snapshot);
+  REQUIRE(succession.first->write(*file, 0, "new") == 0);
+  model.replace(0, 3, "new");
+
+  const auto taken = succession.attach();
+  bool shared = false;
+  SUBCASE("of its own objects") {}
+  SUBCASE("but not what others may refer to") { shared = true; }
+  REQUIRE(succession.second->recover(kIno, !shared) == 0);
+  REQUIRE(succession.second->commit(*taken, true) == 0);
+  REQUIRE(succession.second->wait_for(succession.second->engine().remove_objects({})) == 0);
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == model);
+  const uint64_t bytes = bytes_taken(*succession.second);
+  if (shared) {
+    CHECK(bytes >= 8 * kChunkBytes);
+  } else {
+    CHECK(bytes == 6 * kChunkBytes);
+  }
+}
+
 TEST_CASE("takeover: what a journal without room does not tell of is still there") {
   Succession succession;
   const auto file = succession.first->load(kIno);

@@ -18,27 +18,6 @@ constexpr uint64_t kChunkBytes = 256 * 1024;
 constexpr uint64_t kUnusedMax = 64
                                 << 20;  // what a small file takes beside its content, uncommitted
 
-std::vector<std::filesystem::path> objects_of(const EngineFixture& fixture) {
-  std::vector<std::filesystem::path> found;
-  for (int i = 0; i < fixture.options().devices; ++i) {
-    for (const auto& entry :
-         std::filesystem::recursive_directory_iterator(fixture.device_path(i))) {
-      if (entry.is_regular_file()) found.push_back(entry.path());
-    }
-  }
-  return found;
-}
-
-// What all objects take on the devices' filesystems.
-uint64_t bytes_taken(const EngineFixture& fixture) {
-  uint64_t bytes = 0;
-  for (const auto& path : objects_of(fixture)) {
-    struct stat status {};
-    if (::stat(path.c_str(), &status) == 0) bytes += static_cast<uint64_t>(status.st_blocks) * 512;
-  }
-  return bytes;
-}
-
 uint64_t blocks_of(const std::vector<Extent>& extents) {
   uint64_t blocks = 0;
   for (const Extent& extent : extents) blocks += extent.count;

@@ -3,8 +3,10 @@
 
 #include <doctest/doctest.h>
 #include <poll.h>
+#include <sys/stat.h>
 
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <random>
 #include <string>
@@ -250,6 +252,27 @@ inline std::string random_bytes(size_t count, uint64_t seed) {
 inline uint64_t test_seed() {
   const char* given = std::getenv("FPFS_SEED");
   return given != nullptr ? std::stoull(given) : std::random_device{}();
+}
+
+inline std::vector<std::filesystem::path> objects_of(const EngineFixture& fixture) {
+  std::vector<std::filesystem::path> found;
+  for (int i = 0; i < fixture.options().devices; ++i) {
+    for (const auto& entry :
+         std::filesystem::recursive_directory_iterator(fixture.device_path(i))) {
+      if (entry.is_regular_file()) found.push_back(entry.path());
+    }
+  }
+  return found;
+}
+
+// What all objects take on the devices' filesystems.
+inline uint64_t bytes_taken(const EngineFixture& fixture) {
+  uint64_t bytes = 0;
+  for (const auto& path : objects_of(fixture)) {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) == 0) bytes += static_cast<uint64_t>(status.st_blocks) * 512;
+  }
+  return bytes;
 }
 
 }  // namespace fpfs::testing
