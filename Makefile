@@ -15,7 +15,9 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 4
 
 STAMPS := $(VENV)/.stamps
-# Python compiles what is imported, when it is: a tenth of what is installed.
+# Python compiles what is imported, when it is first: a tenth of what is installed. Container images
+# often forbid Python to keep that, and every process would compile it again (torch: 2 s).
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(VENV)/bin/pip --disable-pip-version-check install --quiet --no-compile
 ifneq ($(TORCH_INDEX),)
 PIP_INDEX := --extra-index-url $(TORCH_INDEX)
