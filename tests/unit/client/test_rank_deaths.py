@@ -104,6 +104,7 @@ def save_and_end_first(path: str, looks_at: str) -> None:
             writes.unlink()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if looks_at == "memory":
+            wait_until(writes.exists)
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         return transfers.write_pieces(*arguments, **options)
 
