@@ -71,9 +71,8 @@ class Container(NamedTuple):
     parts: list[Text | Record]
     """The file from its begin to its end: a text, a record, a text, and so on, to the last text.
     Storages of no bytes are left out."""
-    crc_places: list[int]
-    """Offsets in the file of CRC32s, little-endian: of each record one behind it, then of each one
-    in the directory."""
+    crc_places: dict[int, list[tuple[int, int]]]
+    """The records whose CRC32s are in each text, by its number, and where in the file, in order."""
     tensors: list[str]
     """Type, shape and, if it has one, name of each tensor, as they were pickled."""
 
@@ -88,13 +87,6 @@ class Container(NamedTuple):
         part = self.parts[2 * number]
         assert isinstance(part, Text)
         return part
-
-    def crc_places_in(self, number: int) -> list[tuple[int, int]]:
-        """The records whose CRC32s are in a text, and where in the file, in order."""
-        count = len(self.parts) // 2
-        behind = [(number - 1, self.crc_places[number - 1])] if number > 0 else []
-        directory = enumerate(self.crc_places[count:]) if number == count else ()
-        return [*behind, *directory]
 
     @property
     def sharded(self) -> list[tuple[int, Sharded]]:
@@ -152,12 +144,12 @@ class Container(NamedTuple):
         """
         text = bytearray(zlib.decompress(layout.texts))
         parts: list[Text | Record] = []
-        places = []
+        places = {}
         at, start = layout.origin, 0
         sizes = [0, *layout.text_bytes]
         for number, count in enumerate(sizes[: len(self.parts) // 2]):
             if number > 0:
-                places.append(at + len(_DESCRIPTOR))
+                places[number] = [(number - 1, at + len(_DESCRIPTOR))]
             parts.append(Text(at if number else 0, count, start))
             at, start = at + count, start + count
             record = self.record(number)
@@ -334,7 +326,10 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
     for text, (offset, _), record in zip(sink.texts, sink.skipped, records, strict=False):
         parts += [text, record._replace(offset=offset)]
     parts.append(sink.texts[-1])
-    places = [*_places_behind(sink), *_places_in_directory(sink)]
+    behind = _places_behind(sink)
+    places = {number + 1: [(number, offset)] for number, offset in enumerate(behind)}
+    # The directory is in the last text.
+    places.setdefault(len(records), []).extend(enumerate(_places_in_directory(sink)))
     return Container(
         bytes=sink.tell(),
         text=sink.text,

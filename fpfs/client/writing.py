@@ -147,7 +147,7 @@ def write(
     places = [
         (offset, of_records[record])
         for number in share.texts
-        for record, offset in container.crc_places_in(number)
+        for record, offset in container.crc_places.get(number, ())
         if record in of_records
     ]
     writer = write_pieces(
@@ -169,13 +169,13 @@ def write(
 
 def rest_of(numbers: Sequence[int], crcs: Sequence[dict[int, int]], container: Container) -> Share:
     """Return the texts `numbers` as a share, given what each rank's bytes are of the CRC32s."""
-    whole = [0] * len(container.crc_places)
+    whole = [0] * (len(container.parts) // 2)
     for found in crcs:
         for record, crc in found.items():
             whole[record] ^= crc
     for number in numbers:
         text = container.text_part(number)
-        for record, offset in container.crc_places_in(number):
+        for record, offset in container.crc_places.get(number, ()):
             at = text.start + (offset - text.offset)
             struct.pack_into("<L", container.text, at, whole[record])
     return Share(NO_PIECES, list(numbers))

@@ -70,7 +70,7 @@ def write(
     for number in share.texts:
         text = container.text_part(number)
         content = container.text[text.start : text.start + text.bytes]
-        for record, offset in container.crc_places_in(number):
+        for record, offset in container.crc_places.get(number, ()):
             if record in of_records:
                 struct.pack_into("<L", content, offset - text.offset, of_records[record])
         put(text.offset, content)
