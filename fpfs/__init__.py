@@ -2,7 +2,8 @@
 
 `fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
 threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`, and who writes what,
-`Plan` and `Topology`. `fpfs.AsyncSaver` saves beside training. They need torch.
+`Plan` and `Topology`. `fpfs.AsyncSaver` saves beside training, `fpfs.dcp` is for
+torch.distributed.checkpoint. They need torch.
 
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
 how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from fpfs import dcp
     from fpfs.client import ALONE, AsyncSaver, Plan, RankFailed, Topology, load, save
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
@@ -36,6 +38,7 @@ __all__ = [
     "TimedOut",
     "Topology",
     "__version__",
+    "dcp",
     "load",
     "save",
     "status",
@@ -53,6 +56,7 @@ _PLACES = {
     "Status": "fpfs.core.protocol.reports",
     "TimedOut": "fpfs.core.protocol.control",
     "Topology": "fpfs.client",
+    "dcp": "fpfs.dcp",
     "load": "fpfs.client",
     "save": "fpfs.client",
     "status": "fpfs.core.protocol.whereabouts",

@@ -17,7 +17,7 @@ import io
 import pickle
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -51,12 +51,14 @@ class Filling(NamedTuple):
     """Where that is in the whole."""
     source: torch.Tensor
     """The whole as the file has it, without memory."""
+    archive_offset: int = 0
+    """Of what torch.load was given, in the file."""
 
     @property
     def offset(self) -> int:
         """Of the source's first element in the file."""
         start = int(self.source.storage_offset()) * int(self.source.itemsize)
-        return _offset_of(self.source.untyped_storage()) + start
+        return self.archive_offset + _offset_of(self.source.untyped_storage()) + start
 
     def is_direct(self) -> bool:
         """Whether the part's bytes are the file's, in few pieces."""
@@ -81,10 +83,16 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool, begin: float = 0.
 
     Raises ValueError of what does not fit, before anything is read, and what torch.load raises.
     """
-    _check_archive(file)
+    check_archive(cast("IO[bytes]", file))
     loaded = torch.load(file, map_location="meta", mmap=False, weights_only=weights_only)
     fillings: list[Filling] = []
     filled = _match(into, loaded, "", fillings)
+    read(file, fillings, begin=begin)
+    return filled
+
+
+def read(file: ReadableFile, fillings: Sequence[Filling], *, begin: float = 0.0) -> None:
+    """Fill what is to be filled; `begin` as `fill` has it."""
     fillings = [filling for filling in fillings if filling.box.elements > 0]
     direct = [filling for filling in fillings if filling.is_direct()]
     pieces = [piece for filling in direct for piece in filling.pieces()]
@@ -93,7 +101,6 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool, begin: float = 0.
     for filling in fillings:
         if not filling.is_direct():
             _fill_by_buffer(file, filling)
-    return filled
 
 
 def _match(into: Any, loaded: Any, name: str, fillings: list[Filling]) -> Any:
@@ -166,10 +173,10 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def _check_archive(file: ReadableFile) -> None:
-    """Refuse files in which tensors' bytes are not as memory has them."""
+def check_archive(file: IO[bytes]) -> None:
+    """Raise ValueError of files in which tensors' bytes are not as memory has them."""
     with contextlib.suppress(zipfile.BadZipFile):  # torch.load says so, or knows an old format
-        archive = zipfile.ZipFile(cast("IO[bytes]", file))
+        archive = zipfile.ZipFile(file)
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("the file is compressed: load it without into=")
@@ -266,4 +273,4 @@ def _differs(name: str, found: Any, wanted: Any) -> str:
     return f"{name or 'the state'}: the file has {found}, the state {wanted}"
 
 
-__all__ = ["ReadableFile", "fill"]
+__all__ = ["Filling", "ReadableFile", "check_archive", "fill", "read"]

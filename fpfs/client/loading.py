@@ -73,7 +73,7 @@ def load(
     rank, size = place_in(group)
     # One rank tells where it is.
     on_fpfs = rank == 0 and is_on_fpfs(name)
-    with _File(name, past_cache=on_fpfs and size == 1) as file:
+    with ParallelFile(name, past_cache=on_fpfs and size == 1) as file:
         try:
             if into is not None:
                 return fill(file, into, weights_only=weights_only, begin=rank / size)
@@ -90,7 +90,7 @@ def load(
             raise
 
 
-class _File(io.BufferedReader):
+class ParallelFile(io.BufferedReader):
     """A file, of which large pieces are read by several threads.
 
     past_cache: past the kernel's page cache, which would have to be filled first: 1.45 GB/s instead

@@ -32,6 +32,18 @@ Uncopied = list[tuple[torch.Tensor, torch.Tensor]]
 """Bytes that are still to be copied: to the first of each two from the second."""
 
 
+def touched_memory(size: int) -> mmap.mmap:
+    """Return so many bytes, one or more, that the kernel need not find when they are used."""
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"a snapshot needs {format_size(size)}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+    return mapping
+
+
 class Memory:
     """Where snapshots lie, one at a time."""
 
@@ -49,16 +61,9 @@ class Memory:
             return
         # Released first: both together may be too much.
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"a snapshot needs {format_size(size)}") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
         # What is made in inference mode could not be changed outside of it.
         with torch.inference_mode(mode=False):
-            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-            self._bytes[:: mmap.PAGESIZE] = 0
+            self._bytes = torch.frombuffer(touched_memory(size), dtype=torch.uint8)
 
     def copy(
         self,
@@ -133,4 +138,4 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-__all__ = ["Memory", "Uncopied", "copy_rest"]
+__all__ = ["Memory", "Uncopied", "copy_rest", "touched_memory"]

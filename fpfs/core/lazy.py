@@ -13,14 +13,15 @@ def lazily(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package.
 
-    places: the module of each name.
+    places: the module of each name, or the module that the name is.
     """
 
     def find(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(places[name]), name)
+            module = import_module(places[name])
+            return module if places[name] == f"{package}.{name}" else getattr(module, name)
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "numpy"):
                 raise

@@ -1,0 +1,104 @@
+"""Several torch.save archives in one file, one for each tensor: torch.distributed.checkpoint's.
+
+Tensors of one type, shape and strides have the same archive but for their bytes, so each is laid
+out once. Where a tensor lies in one piece in memory, it is written from there.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from fpfs.client.container import Container, Record, Text, lay_out
+from fpfs.client.sharding import StandIns
+
+ALIGNMENT = 64
+"""Of each archive's begin: what torch aligns tensors to within."""
+
+
+class Archive(NamedTuple):
+    """Where an item is in the file."""
+
+    offset: int
+    bytes: int
+
+
+def lay_out_each(items: Iterable[torch.Tensor | memoryview]) -> tuple[Container, list[Archive]]:
+    """Lay out a file with an archive for each tensor, in order; other bytes are as they are.
+
+    Raises what torch.save raises.
+    """
+    layouts = _Layouts()
+    container = Container(bytes=0, text=bytearray(), parts=[], crc_places={}, tensors=[])
+    text, parts, places = container.text, container.parts, container.crc_places
+    archives = []
+    at = text_offset = text_start = 0
+    for item in items:
+        padding = bytes(-at % ALIGNMENT)
+        text += padding
+        at = begin = at + len(padding)
+        if isinstance(item, memoryview) or not _is_plain(item):
+            content = item if isinstance(item, memoryview) else _saved(item)
+            text += content
+            at += len(content)
+        else:
+            layout, storage, start = layouts.of(item)
+            number = len(parts) // 2
+            for part in layout.parts:
+                if isinstance(part, Text):
+                    text += layout.text[part.start : part.start + part.bytes]
+                else:
+                    parts.append(Text(text_offset, len(text) - text_start, text_start))
+                    parts.append(Record(at, part.bytes, storage, start))
+                    text_offset, text_start = at + part.bytes, len(text)
+                at += part.bytes
+            for found in layout.crc_places.values():
+                here = places.setdefault(number + 1, [])
+                here += [(number, begin + offset) for _, offset in found]
+        archives.append(Archive(begin, at - begin))
+    parts.append(Text(text_offset, len(text) - text_start, text_start))
+    return container._replace(bytes=at), archives
+
+
+class _Layouts:
+    """Archives of one tensor without its bytes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Container] = {}
+        self._stand_ins = StandIns()
+
+    def of(self, tensor: torch.Tensor) -> tuple[Container, torch.UntypedStorage, int]:
+        """The layout of a tensor's archive, and where its bytes begin in which storage."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            tensor = tensor.contiguous()
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        layout = self._known.get(key)
+        if layout is None:
+            stand_in = self._stand_ins.make((tensor.numel(),), tensor.dtype)
+            strided = stand_in.as_strided(tensor.shape, tensor.stride())
+            layout = self._known[key] = lay_out(strided)
+        return layout, tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether all there is of it lies in one storage, as its strides say."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but its bytes, type, shape and strides."""
+    return type(tensor.detach()) is torch.Tensor and is_dense(tensor)
+
+
+def _saved(tensor: torch.Tensor) -> memoryview:
+    """The archive of a tensor that only torch knows to save."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream.getbuffer()
+
+
+__all__ = ["Archive", "is_dense", "lay_out_each"]

@@ -1,0 +1,511 @@
+"""torch.distributed.checkpoint by fpfs: `Writer`, `Reader`, `Stager`.
+
+A checkpoint is what torch's own FileSystemWriter makes: a directory with files of each rank, which
+hold a torch.save archive for each tensor, and ``.metadata``, which says where they are. So torch's
+FileSystemReader reads what `Writer` writes, and `Reader` what torch has written.
+
+Invariants:
+  * A directory has its former checkpoint or the new one: files have names that no checkpoint had
+    before, and ``.metadata``, which names them, takes its place by one rename when all are there.
+    What it no longer names is removed afterwards, also what a save has left that was killed.
+  * `Stager` lends memory to one staged state at a time, for as long as anybody has a tensor of it.
+
+Concurrency: as torch.distributed.checkpoint uses them, one call after another. Two saves into one
+directory at once are not supported: one of them fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+import pickle
+import re
+import secrets
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import filesystem as torchs
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fpfs.client.archives import is_dense, lay_out_each
+from fpfs.client.boxes import Box
+from fpfs.client.container import Container
+from fpfs.client.filling import Filling, check_archive, read
+from fpfs.client.loading import ParallelFile
+from fpfs.client.paths import default_threads, is_on_fpfs, resolve
+from fpfs.client.plan import Piece, Share
+from fpfs.client.replacement import Replacement
+from fpfs.client.sharding import is_dtensor
+from fpfs.client.snapshot import ALIGNMENT, touched_memory
+from fpfs.client.writing import write
+from fpfs.core.transfers import reserve_file
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_TOKEN_BYTES = 8
+
+
+class Writer(StorageWriter):  # type: ignore[misc]
+    """Writes checkpoints of torch.distributed.checkpoint, whole or not at all.
+
+    path: the directory, which is made. None: `checkpoint_id` of each save says it.
+    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+        by the ranks.
+    durable: return when the checkpoint survives power loss, as FileSystemWriter does with
+        `sync_files`.
+    overwrite: replace a checkpoint that is there; otherwise RuntimeError.
+
+    Elsewhere than on a mount of fpfs it works as well, and says so once in the log.
+
+    Raises, in what torch.distributed.checkpoint raises for all ranks: OSError as open(2) and
+    write(2) do (ENOSPC before the first byte is written, where the filesystem can reserve room),
+    FileNotFoundError of ranks that do not see one directory, TypeError of what is no path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        threads: int | None = None,
+        durable: bool = True,
+        overwrite: bool = True,
+    ) -> None:
+        super().__init__()
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+        self._path = None if path is None else resolve(path)
+        self._threads = threads
+        self._durable = durable
+        self._overwrite = overwrite
+        self._rank = 0
+        self._collective = True
+        self._save_id = secrets.token_hex(_TOKEN_BYTES)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory."""
+        if self._path is None:
+            raise ValueError("where to save? give Writer a path, or the save a checkpoint_id")
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint."""
+        if checkpoint_id:
+            self._path = resolve(checkpoint_id)
+        self._save_id = secrets.token_hex(_TOKEN_BYTES)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Learn which rank this is."""
+        self._rank = kwargs.get("rank", dist.get_rank() if dist.is_initialized() else 0)
+        self._collective = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory."""
+        os.makedirs(self.checkpoint_id, exist_ok=True)
+        first = METADATA if self._collective else f"__0{METADATA}"
+        if not self._overwrite and os.path.exists(os.path.join(self.checkpoint_id, first)):
+            raise RuntimeError(f"{self.checkpoint_id} has a checkpoint, and overwrite is False")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names need not be agreed upon."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this rank has to."""
+        resolved = [planner.resolve_data(item) for item in plan.items]
+        container, archives = lay_out_each(
+            data.getbuffer() if isinstance(data, io.BytesIO) else data for data in resolved
+        )
+        name = ""
+        if container.bytes > 0:
+            name = f"__{self._rank}_{secrets.token_hex(_TOKEN_BYTES)}{SUFFIX}"
+            self._write_file(os.path.join(self.checkpoint_id, name), container)
+        results = [
+            WriteResult(item.index, size, torchs._StorageInfo(name, offset, size))  # noqa: SLF001
+            for item, (offset, size) in zip(plan.items, archives, strict=True)
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(self, path: str, container: Container) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                reserve_file(fd, container.bytes)
+                threads = self._threads or max(1, default_threads() // _ranks_here())
+                write(_all_of(container), container, fd=fd, threads=threads)
+                # Elsewhere than on fpfs the rename of the metadata may come before these bytes.
+                if self._durable or not is_on_fpfs(os.path.dirname(path)):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the next save removes it
+                os.unlink(path)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = path
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Let the directory have the checkpoint."""
+        written = [each for rank in results for each in rank]
+        metadata.version = torchs.CURRENT_DCP_VERSION
+        metadata.storage_data = {each.index: each.storage_data for each in written}
+        metadata.storage_meta = self.storage_meta()
+        ends = dict[str, int]()
+        for each in written:
+            info = each.storage_data
+            end = info.offset + info.length
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        self._check(ends)
+        name = METADATA if self._collective else f"__{self._rank}{METADATA}"
+        with Replacement(os.path.join(self.checkpoint_id, name)) as replacement:
+            with open(replacement.fd, "wb", closefd=False) as stream:
+                pickle.dump(metadata, stream)
+            replacement.commit(durable=self._durable)
+        self._remove_others(ends)
+
+    def _check(self, ends: Mapping[str, int]) -> None:
+        """All ranks' files are here: they see this directory, and nobody else has removed them."""
+        for name, end in ends.items():
+            path = os.path.join(self.checkpoint_id, name)
+            if not os.path.exists(path) or os.path.getsize(path) < end:
+                raise FileNotFoundError(
+                    f"{path}, which a rank has written, is not there: all ranks must see one"
+                    " directory, and save into it one after the other"
+                )
+
+    def _remove_others(self, kept: Mapping[str, int]) -> None:
+        rank = r"\d+" if self._collective else str(self._rank)
+        pattern = re.compile(rf"__{rank}_[0-9a-f]+{re.escape(SUFFIX)}")
+        for name in os.listdir(self.checkpoint_id):
+            if name not in kept and pattern.fullmatch(name):
+                # The checkpoint is there without it.
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.checkpoint_id, name))
+
+    def storage_meta(self) -> StorageMeta:
+        """What the metadata says of this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can save to it: to a path."""
+        return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
+
+
+def _ranks_here() -> int:
+    """By how many ranks processors are shared, as far as a rank can tell."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if found.isdigit():
+        return max(1, int(found))
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _all_of(container: Container) -> Share:
+    """All of a file, to be written by one rank."""
+    count = len(container.parts) // 2
+    records = [container.record(number) for number in range(count)]
+    table = np.array(
+        [(each.offset, each.bytes, number, 0, 1, 0) for number, each in enumerate(records)],
+        dtype=np.int64,
+    ).reshape(count, len(Piece._fields))
+    return Share(table, list(range(count + 1)))
+
+
+class Reader(FileSystemReader):  # type: ignore[misc]
+    """Reads checkpoints of torch.distributed.checkpoint straight to where their tensors stay.
+
+    Of a tensor only what the plan asks for is read. On a mount of fpfs, bytes that several ranks of
+    a machine need are read from a device once.
+    """
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for. Raises OSError as read(2) does, and what torch's does."""
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        files = dict[str, list[ReadItem]]()
+        others = []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if info.transform_descriptors:
+                others.append(item)
+            else:
+                files.setdefault(info.relative_path, []).append(item)
+        for name, items in files.items():
+            path = os.path.join(self.path, name)
+            on_fpfs = is_on_fpfs(os.path.realpath(path))
+            with ParallelFile(path, past_cache=on_fpfs and size == 1) as file:
+                others += self._read_file(file, items, planner, begin=rank / size)
+        if others:
+            # What is transformed, and what only torch can load.
+            return super().read_data(dataclasses.replace(plan, items=others), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(
+        self, file: ParallelFile, items: list[ReadItem], planner: LoadPlanner, *, begin: float
+    ) -> list[ReadItem]:
+        """Fill what lies in one file; returns what was left out."""
+        fillings, filled, others = [], list[tuple[ReadItem, torch.Tensor]](), []
+        is_checked = False
+        for item in items:
+            info = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                file.seek(info.offset)
+                planner.load_bytes(item, io.BytesIO(file.read(info.length)))
+                continue
+            archive: Any = io.BufferedReader(_Slice(file.fileno(), info.offset, info.length))
+            if not is_checked:
+                check_archive(archive)
+                is_checked = True
+            source = _without_memory(archive)
+            if source is None:
+                others.append(item)
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(item.lengths):
+                raise ValueError(
+                    f"{item.storage_index.fqn}: {tuple(item.lengths)} is to be read, the state has"
+                    f" {tuple(target.shape)}"
+                )
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            fillings.append(Filling(item.storage_index.fqn, target, box, source, info.offset))
+            filled.append((item, target))
+        read(file, fillings, begin=begin)
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        return others
+
+
+def _without_memory(archive: Any) -> torch.Tensor | None:
+    """The tensor of an archive, which knows where in it its bytes are; None: torch alone does."""
+    try:
+        found: torch.Tensor = torch.load(archive, map_location="meta", weights_only=True)
+    except NotImplementedError:  # of a type that is always in memory
+        return None
+    return found if is_dense(found) else None
+
+
+class _Slice(io.RawIOBase):
+    """Part of a file that is open, as a file."""
+
+    def __init__(self, fd: int, offset: int, size: int) -> None:
+        super().__init__()
+        self._fd, self._offset, self._size = fd, offset, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        with memoryview(buffer).cast("B") as wanted:
+            count = max(0, min(len(wanted), self._size - self._at))
+            got = os.preadv(self._fd, [wanted[:count]], self._offset + self._at)
+        self._at += got
+        return got
+
+
+class Stager(AsyncStager):  # type: ignore[misc]
+    """Copies a state for `async_save`, into memory that is used again.
+
+    memory_bytes: taken and touched now; what is missing, the first save adds, which takes ten times
+        as long then.
+
+    Tensors of any device are copied to the processor's memory. A state that is staged while another
+    one is still being saved has memory of its own, which is kept for later. Give the same stager to
+    each save, and `close` it after the last one.
+    """
+
+    def __init__(self, *, memory_bytes: int = 0) -> None:
+        if not isinstance(memory_bytes, int) or memory_bytes < 0:
+            raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        self._spaces: list[_Space] | None = []
+        if memory_bytes > 0:
+            self._spaces.append(_Space(memory_bytes))
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """No: `stage` returns when all is copied."""
+        return False
+
+    def stage(self, state_dict: dict[str, Any], **_options: Any) -> dict[str, Any]:
+        """Return a copy of the state, which may change then.
+
+        Raises MemoryError if there is no room for it, ValueError if this is closed.
+        """
+        if self._spaces is None:
+            raise ValueError("the Stager is closed: make another one")
+        with torch.no_grad(), torch.inference_mode(mode=False):
+            found = _Found(state_dict)
+            lent = self._space(found.bytes).lend()
+            return cast("dict[str, Any]", found.copied_to(lent))
+
+    def _space(self, size: int) -> _Space:
+        """One that nobody uses; others that nobody uses are given up."""
+        assert self._spaces is not None
+        free = [space for space in self._spaces if space.is_free]
+        self._spaces = [space for space in self._spaces if not space.is_free]
+        largest = max(free, key=lambda space: space.size, default=None)
+        free.clear()
+        if largest is None or largest.size < size:
+            # Released first: both together may be too much.
+            largest = None
+            largest = _Space(size)
+        self._spaces.append(largest)
+        return largest
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for."""
+
+    def close(self) -> None:
+        """Give the memory back, of states that are being saved when they are."""
+        self._spaces = None
+
+
+class _Space:
+    """Memory for one staged state at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._mapping = touched_memory(max(1, size))
+        self._lent: weakref.ref[Any] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor is left of what was lent."""
+        return self._lent is None or self._lent() is None
+
+    def lend(self) -> torch.Tensor:
+        """All of it. Tensors that are made of this one keep it."""
+        array = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._lent = weakref.ref(array)
+        return torch.from_numpy(array)
+
+
+class _Part(NamedTuple):
+    """A tensor to copy."""
+
+    tensor: torch.Tensor
+    at: int
+    """Where its copy begins."""
+
+
+class _Found:
+    """The tensors of a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._parts: dict[int, _Part] = {}
+        """By the tensors' identities."""
+        self.bytes = 0
+        """That all take."""
+        self._find(state)
+
+    def _find(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._parts and _is_copied(value):
+                local = value.to_local() if is_dtensor(value) else value
+                self._parts[id(value)] = _Part(local, self.bytes)
+                self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
+        elif isinstance(value, Mapping):
+            for each in value.values():
+                self._find(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self._find(each)
+
+    def copied_to(self, lent: torch.Tensor) -> Any:
+        """The state, with copies in `lent`."""
+        return self._copied(self._state, lent, {})
+
+    def _copied(self, value: Any, lent: torch.Tensor, memo: dict[int, torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in memo:
+                part = self._parts.get(id(value))
+                memo[id(value)] = (
+                    _copied_by_torch(value) if part is None else _copied(value, part, lent)
+                )
+            return memo[id(value)]
+        if isinstance(value, Mapping):
+            return {key: self._copied(each, lent, memo) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self._copied(each, lent, memo) for each in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return copy.deepcopy(value)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is copied into the memory; torch alone knows how to copy others."""
+    if is_dtensor(tensor):
+        given: Any = tensor
+        is_sum = any(each.is_partial() for each in given.placements)
+        return not is_sum and _is_copied(given.to_local())
+    has_bytes = is_dense(tensor) and tensor.device.type != "meta"
+    return has_bytes and type(tensor.detach()) is torch.Tensor
+
+
+def _copied_by_torch(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_quantized:  # which clone() knows some of
+        return copy.deepcopy(tensor.detach())
+    made = tensor.detach().clone()
+    left = {name: value for name, value in vars(tensor).items() if name not in vars(made)}
+    vars(made).update(copy.deepcopy(left))
+    return made
+
+
+def _copied(tensor: torch.Tensor, part: _Part, lent: torch.Tensor) -> torch.Tensor:
+    """Copy what this rank has of a tensor; returns the same as a tensor."""
+    local = part.tensor
+    made = lent[part.at : part.at + local.nbytes].view(local.dtype)
+    if torch.ops.aten.is_non_overlapping_and_dense(local):
+        made = made.as_strided(local.shape, local.stride(), made.storage_offset())
+    else:
+        made = made.view(local.shape)
+    made.copy_(local)
+    if not is_dtensor(tensor):
+        return made
+    given: Any = tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        made,
+        given.device_mesh,
+        given.placements,
+        run_check=False,
+        shape=given.shape,
+        stride=given.stride(),
+    )
+
+
+__all__ = ["Reader", "Stager", "Writer"]

@@ -1,0 +1,1 @@
+"""fpfs.integrations without a mount."""

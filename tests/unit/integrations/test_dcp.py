@@ -1,0 +1,571 @@
+"""torch.distributed.checkpoint by fpfs: what either writes, both read, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fpfs
+from fpfs.client import archives, writing
+from fpfs.client.replacement import Replacement
+from fpfs.dcp import Reader, Stager, Writer
+from fpfs.integrations import dcp as integration
+from tests.support.ranks import Worlds
+from tests.support.states import DTYPES, large_state, odd_state, random_tensor, same
+
+pytestmark = [
+    # torch's own: of one process, of what it does itself, of types that it is not done with.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a checkpoint is saved."""
+    return tmp_path / "checkpoint"
+
+
+def state(*, seed: int) -> dict[str, Any]:
+    """Tensors that lie in memory in every way, and other things."""
+    base = random_tensor(torch.float32, (60, 50), seed=seed)
+    return {
+        "model": {
+            **large_state(seed=seed, tensors=3),
+            "whole": base,
+            "transposed": base.t().clone().t(),
+            "view": base[3:7],
+            "columns": base[:, 2:9],
+            "strided": base.flatten()[::7],
+            "scalar": torch.tensor(float(seed)),
+            "empty": torch.empty(0, 3),
+            "half": random_tensor(torch.bfloat16, (7, 9), seed=seed),
+            "again": base,
+        },
+        "step": seed,
+        "list": [seed, torch.full((3,), seed)],
+    }
+
+
+def like(given: Any) -> Any:
+    """The same, with other values."""
+    if isinstance(given, torch.Tensor):
+        return torch.zeros(given.shape, dtype=given.dtype)
+    if isinstance(given, dict):
+        return {key: like(value) for key, value in given.items()}
+    return [like(value) for value in given] if isinstance(given, list) else None
+
+
+def loaded(folder: Path, given: Any, reader: type[dcp.FileSystemReader] = Reader) -> Any:
+    into = like(given)
+    dcp.load(into, storage_reader=reader(folder), no_dist=True)
+    return into
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether all values are."""
+    if isinstance(expected, torch.Tensor):
+        return bool(same(found.contiguous(), expected.contiguous()))
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(
+            equal(found[key], value) for key, value in expected.items()
+        )
+    if isinstance(expected, list):
+        return all(equal(*pair) for pair in zip(found, expected, strict=True))
+    return bool(found == expected)
+
+
+READERS = (Reader, dcp.FileSystemReader)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_saved_is_loaded(folder: Path, reader: type[dcp.FileSystemReader]) -> None:
+    saved = state(seed=1)
+    dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
+    assert equal(loaded(folder, saved, reader), saved)
+
+
+def test_what_torch_has_saved_is_loaded(folder: Path) -> None:
+    saved = state(seed=1)
+    writer = dcp.FileSystemWriter(folder, thread_count=3)
+    dcp.save(saved, storage_writer=writer, no_dist=True)
+    assert equal(loaded(folder, saved), saved)
+
+
+@pytest.mark.parametrize("name", [*odd_state(), *map(str, DTYPES)])
+def test_whatever_torch_saves(folder: Path, name: str) -> None:
+    """Of what torch refuses here the error is not the same."""
+    torch.manual_seed(0)
+    saved = {"value": odd_state()[name]}
+
+    def outcome(writer: Any, reader: type[dcp.FileSystemReader]) -> Any:
+        torch.manual_seed(1)
+        into = {"value": odd_state()[name]}
+        try:
+            if isinstance(into["value"], torch.Tensor):
+                into["value"] = torch.zeros_like(into["value"].detach())
+        except (RuntimeError, NotImplementedError):
+            pass  # filled with what it has
+        try:
+            dcp.save(saved, storage_writer=writer, no_dist=True)
+            dcp.load(into, storage_reader=reader(folder), no_dist=True)
+        except CheckpointException:
+            return None
+        return into
+
+    theirs = outcome(dcp.FileSystemWriter(folder), dcp.FileSystemReader)
+    for reader in READERS:
+        ours = outcome(Writer(folder), reader)
+        assert theirs is None or same(ours, theirs)
+
+
+def test_an_archive_for_each_tensor(folder: Path) -> None:
+    """torch.load reads each by itself, and checks its CRC32."""
+    tensors = list(state(seed=2)["model"].values())
+    container, places = archives.lay_out_each([memoryview(b"text"), *tensors])
+    path = folder.with_name("file")
+    with path.open("w+b") as file:
+        writing.write(integration._all_of(container), container, fd=file.fileno(), threads=2)
+        content = path.read_bytes()
+    assert len(content) == container.bytes
+    assert content[: places[0].bytes] == b"text"
+    for place, tensor in zip(places[1:], tensors, strict=True):
+        part = folder.with_name("part")
+        part.write_bytes(content[place.offset : place.offset + place.bytes])
+        assert place.offset % archives.ALIGNMENT == 0
+        found = torch.load(part)
+        assert equal(found, tensor)
+        assert found.untyped_storage().nbytes() == tensor.nbytes
+        assert zipfile.ZipFile(part).testzip() is None
+
+
+# --- whole or not at all ---
+
+
+def test_the_next_one_takes_the_place_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = state(seed=1), state(seed=2)
+    dcp.save(first, storage_writer=Writer(folder), no_dist=True)
+    before = set(os.listdir(folder))
+    commit = Replacement.commit
+
+    def commit_and_look(replacement: Replacement, *, durable: bool) -> None:
+        assert equal(loaded(folder, first), first)
+        commit(replacement, durable=durable)
+        assert equal(loaded(folder, second), second)
+
+    monkeypatch.setattr(Replacement, "commit", commit_and_look)
+    dcp.save(second, storage_writer=Writer(folder), no_dist=True)
+    assert equal(loaded(folder, second), second)
+    assert len(os.listdir(folder)) == len(before) == 2
+    assert set(os.listdir(folder)) & before == {".metadata"}
+
+
+@pytest.mark.parametrize("fails", ["write_pieces", "reserve_file", "fsync", "commit"])
+def test_a_failure_leaves_the_former(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    first = state(seed=1)
+    dcp.save(first, storage_writer=Writer(folder), no_dist=True)
+    before = sorted(os.listdir(folder))
+
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target: Any = {
+        "write_pieces": writing,
+        "reserve_file": integration,
+        "fsync": os,
+        "commit": Replacement,
+    }[fails]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, fails, fail)
+        with pytest.raises(CheckpointException, match="No space left on device"):
+            dcp.save(state(seed=2), storage_writer=Writer(folder), no_dist=True)
+    assert equal(loaded(folder, first), first)
+    left = sorted(os.listdir(folder))
+    assert left == before or fails == "commit"
+    # What it has left is gone with the next one.
+    dcp.save(first, storage_writer=Writer(folder), no_dist=True)
+    assert len(os.listdir(folder)) == 2
+
+
+def test_other_files_stay(folder: Path) -> None:
+    folder.mkdir()
+    others = ["config.json", "__0_0.distcp.bak", "notes.distcp"]
+    for name in others:
+        (folder / name).touch()
+    dcp.save(state(seed=1), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    dcp.save(state(seed=2), storage_writer=Writer(folder), no_dist=True)
+    assert set(others) < set(os.listdir(folder))
+    assert not (folder / "__0_0.distcp").exists()
+    assert equal(loaded(folder, state(seed=2)), state(seed=2))
+
+
+def test_two_at_once_do_not_make_one_that_is_not_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Writer.finish
+
+    def finish_late(writer: Writer, *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(Writer, "finish", finish)
+        dcp.save(state(seed=2), storage_writer=Writer(folder), no_dist=True)
+        finish(writer, *arguments, **options)
+
+    monkeypatch.setattr(Writer, "finish", finish_late)
+    with pytest.raises(CheckpointException, match="save into it one after the other"):
+        dcp.save(state(seed=1), storage_writer=Writer(folder), no_dist=True)
+    assert equal(loaded(folder, state(seed=2)), state(seed=2))
+
+
+def test_without_overwrite(folder: Path) -> None:
+    writer = Writer(folder, overwrite=False)
+    dcp.save(state(seed=1), storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException, match="overwrite is False"):
+        dcp.save(state(seed=2), storage_writer=writer, no_dist=True)
+    assert equal(loaded(folder, state(seed=1)), state(seed=1))
+
+
+def test_one_writer_for_many(tmp_path: Path) -> None:
+    writer = Writer(threads=1, durable=False)
+    with pytest.raises(ValueError, match="give Writer a path, or the save a checkpoint_id"):
+        dcp.save(state(seed=1), storage_writer=writer, no_dist=True)
+    for seed in (1, 2):
+        dcp.save(
+            state(seed=seed),
+            checkpoint_id=tmp_path / f"step{seed}",
+            storage_writer=writer,
+            no_dist=True,
+        )
+    for seed in (1, 2):
+        assert equal(loaded(tmp_path / f"step{seed}", state(seed=seed)), state(seed=seed))
+
+
+def test_nonsense_is_refused(folder: Path) -> None:
+    for threads in (0, "4"):
+        with pytest.raises(ValueError, match="threads is"):
+            Writer(folder, threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fpfs takes a path, not int"):
+        Writer(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory_bytes is -1"):
+        Stager(memory_bytes=-1)
+    folder.touch()
+    with pytest.raises(CheckpointException, match="File exists"):
+        dcp.save(state(seed=1), storage_writer=Writer(folder), no_dist=True)
+
+
+def test_what_is_found_damaged(folder: Path) -> None:
+    saved = state(seed=1)
+    dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointException):
+        loaded(folder, saved)
+    file.unlink()
+    with pytest.raises(CheckpointException, match="No such file"):
+        loaded(folder, saved)
+
+
+def test_a_state_of_another_shape(folder: Path) -> None:
+    dcp.save({"a": torch.ones(3, 4)}, storage_writer=Writer(folder), no_dist=True)
+    with pytest.raises(CheckpointException):
+        dcp.load({"a": torch.ones(4, 4)}, storage_reader=Reader(folder), no_dist=True)
+
+
+def test_types_are_converted(folder: Path) -> None:
+    saved = {"a": torch.arange(12.0).reshape(3, 4)}
+    dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
+    into = {"a": torch.zeros(4, 3, dtype=torch.float64).t()}
+    dcp.load(into, storage_reader=Reader(folder), no_dist=True)
+    assert torch.equal(into["a"], saved["a"].double())
+
+
+# --- staging ---
+
+
+class Held(NamedTuple):
+    """Writers do not begin until `go` is called."""
+
+    go: Callable[[], None]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """Saves wait before they write."""
+    event = threading.Event()
+    lay_out = archives.lay_out_each
+
+    def wait(items: Any) -> Any:
+        assert event.wait(60)
+        return lay_out(items)
+
+    monkeypatch.setattr(integration, "lay_out_each", wait)
+    return Held(event.set)
+
+
+def async_save(given: Any, folder: Path, stager: Stager, **options: Any) -> Any:
+    return dcp.async_save(
+        given, storage_writer=Writer(folder), async_stager=stager, no_dist=True, **options
+    )
+
+
+def test_what_changes_afterwards_is_not_saved(folder: Path, held: Held) -> None:
+    saved, before = state(seed=1), state(seed=1)
+    saved["list"].append([1])
+    before["list"].append([1])
+    future = async_save(saved, folder, Stager())
+    for tensor in saved["model"].values():
+        tensor.zero_()
+    saved["list"][1].zero_()
+    saved["list"][2].append(2)
+    held.go()
+    future.result(60)
+    for reader in READERS:
+        assert equal(loaded(folder, before, reader), before)
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    stager = Stager()
+    addresses = set()
+    for seed in (1, 2, 3):
+        staged = stager.stage(state(seed=seed))
+        assert equal(staged, state(seed=seed))
+        addresses.add(staged["model"]["whole"].untyped_storage().data_ptr())
+        del staged
+    assert len(addresses) == 1
+
+
+def test_a_stager_that_is_used_twice(tmp_path: Path, held: Held) -> None:
+    """The second state does not take the place of the first, which is still being saved."""
+    stager = Stager()
+    futures = [async_save(state(seed=seed), tmp_path / f"{seed}", stager) for seed in (1, 2, 3)]
+    held.go()
+    for future in futures:
+        future.result(60)
+    for seed in (1, 2, 3):
+        assert equal(loaded(tmp_path / f"{seed}", state(seed=seed)), state(seed=seed))
+    del future, futures
+    gc.collect()
+    stager.stage(state(seed=1))
+    assert len(stager._spaces) == 1
+
+
+def test_a_state_that_grows_and_shrinks(tmp_path: Path) -> None:
+    stager = Stager(memory_bytes=1000)
+    for elements in (10, 100_000, 10, 300_000):
+        given = {"a": torch.rand(elements)}
+        assert equal(stager.stage(given), given)
+    assert len(stager._spaces) == 1
+
+
+def test_what_is_one_stays_one() -> None:
+    tensor = torch.rand(4)
+    staged = Stager().stage({"a": tensor, "b": [tensor, (tensor,)]})
+    assert staged["a"] is staged["b"][0] is staged["b"][1][0]
+    assert staged["a"].data_ptr() != tensor.data_ptr()
+
+
+def test_all_kinds_are_staged() -> None:
+    given = odd_state()
+    staged = Stager().stage(given)
+    assert staged.keys() == given.keys()
+    for name, value in given.items():
+        if isinstance(value, torch.nn.Parameter):
+            assert same(staged[name], value.detach())
+        elif isinstance(value, torch.Tensor):
+            expected = value.resolve_conj().resolve_neg()
+            if name in {"view", "strided", "expanded"}:
+                expected = expected.contiguous()  # without what is between its elements
+            assert same(staged[name], expected), name
+            assert staged[name] is not value
+        else:
+            assert staged[name] == value
+
+
+def test_a_stager_that_is_closed(folder: Path, held: Held) -> None:
+    stager = Stager()
+    future = async_save(state(seed=1), folder, stager)
+    stager.close()
+    stager.close()
+    with pytest.raises(ValueError, match="make another one"):
+        stager.stage(state(seed=2))
+    held.go()
+    future.result(60)
+    assert equal(loaded(folder, state(seed=1)), state(seed=1))
+
+
+def test_no_memory() -> None:
+    stager = Stager()
+    huge = torch.empty(1, dtype=torch.uint8).expand(1 << 47)
+    with pytest.raises(MemoryError, match=r"needs 128 TiB"):
+        stager.stage({"a": huge})
+    assert equal(stager.stage({"a": torch.ones(3)}), {"a": torch.ones(3)})
+
+
+# --- ranks ---
+
+
+def rank_saves(folder: str, how: str) -> list[str]:
+    """As a rank: save sharded and replicated tensors, and load them in the same world."""
+    warnings.simplefilter("ignore")
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    wholes = rank_wholes()
+    given = {
+        "rows": distribute_tensor(wholes["rows"], mesh, [Shard(0)]),
+        "columns": distribute_tensor(wholes["columns"], mesh, [Shard(1)]),
+        "all": distribute_tensor(wholes["all"], mesh, [Replicate()]),
+        "plain": wholes["plain"],
+        "step": 5,
+    }
+    if how == "async":
+        stager = Stager()
+        dcp.async_save(given, storage_writer=Writer(folder), async_stager=stager).result()
+    elif how == "cached":
+        for number in range(3):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save({**given, "step": number + 3}, storage_writer=Writer(folder), planner=planner)
+    else:
+        dcp.save(given, storage_writer=Writer(folder))
+    into = {
+        name: None if name == "step" else torch.zeros_like(value) for name, value in given.items()
+    }
+    dcp.load(into, storage_reader=Reader(folder))
+    assert into["step"] == 5
+    for name, whole in wholes.items():
+        found = into[name].full_tensor() if isinstance(into[name], DTensor) else into[name]
+        assert torch.equal(found, whole), name
+    return sorted(os.listdir(folder))
+
+
+def rank_wholes() -> dict[str, torch.Tensor]:
+    return {
+        "rows": random_tensor(torch.float32, (37, 20), seed=1).nan_to_num(),
+        "columns": random_tensor(torch.float32, (40, 23), seed=2).nan_to_num(),
+        "all": random_tensor(torch.float32, (300, 7), seed=3).nan_to_num(),
+        "plain": random_tensor(torch.float32, (99,), seed=4).nan_to_num(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "how"), [(1, "save"), (2, "save"), (3, "save"), (2, "async"), (2, "cached")]
+)
+def test_ranks(forks: Worlds, folder: Path, size: int, how: str) -> None:
+    for names in forks.start(size, rank_saves, folder, how).values():
+        assert names[0] == ".metadata"
+        assert 1 < len(names) <= size + 1
+    # Another world, of one rank; and what all have is there once.
+    wholes = {**rank_wholes(), "step": 5}
+    for reader in READERS:
+        assert equal(loaded(folder, wholes, reader), wholes)
+    stored = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    content = sum(tensor.nbytes for tensor in rank_wholes().values())
+    assert content < stored < content + 40_000
+
+
+def rank_loads(folder: str) -> None:
+    """As a rank: load what another world has saved, cut in another way."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        wholes = {name: tensor for name, tensor in rank_wholes().items() if tensor.ndim == 2}
+        into = {
+            name: distribute_tensor(torch.zeros_like(whole), mesh, [placement])
+            for name, whole in wholes.items()
+        }
+        dcp.load(into, storage_reader=Reader(folder))
+        for name, whole in wholes.items():
+            assert torch.equal(into[name].full_tensor(), whole), (name, placement)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 3), (2, 3), (3, 2)])
+def test_another_world_loads(forks: Worlds, folder: Path, saving: int, loading: int) -> None:
+    forks.start(saving, rank_saves, folder, "save").values()
+    assert forks.start(loading, rank_loads, folder).values() == [None] * loading
+
+
+def rank_fails(folder: str, other: str) -> None:
+    """As a rank: the last one fails, or sees another directory."""
+    warnings.simplefilter("ignore")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if other == "directory":
+            folder += "-other"
+        else:
+            integration.reserve_file = no_space
+    dcp.save(rank_wholes(), storage_writer=Writer(folder))
+
+
+def no_space(*_arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [("directory", "all ranks must see one directory"), ("failure", "No space left on device")],
+)
+def test_a_rank_that_fails(forks: Worlds, folder: Path, other: str, why: str) -> None:
+    dcp.save(rank_wholes(), storage_writer=Writer(folder), no_dist=True)
+    for outcome in forks.start(2, rank_fails, folder, other).outcomes():
+        assert str(outcome.error).startswith("CheckpointException")
+        assert why in str(outcome.error)
+    assert equal(loaded(folder, rank_wholes()), rank_wholes())
+
+
+def rank_by_itself(folder: str) -> None:
+    """As a rank: save without the others."""
+    warnings.simplefilter("ignore")
+    for number in range(2):
+        given = {f"of {dist.get_rank()}": torch.full((5,), dist.get_rank() + 10 * number)}
+        dcp.save(given, storage_writer=Writer(folder), use_collectives=False)
+        into = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+        dcp.load(into, storage_reader=Reader(folder))
+        assert same(into, given)
+
+
+def test_ranks_by_themselves(forks: Worlds, folder: Path) -> None:
+    forks.start(2, rank_by_itself, folder).values()
+    names = sorted(os.listdir(folder))
+    assert [name for name in names if "metadata" in name] == ["__0.metadata", "__1.metadata"]
+    assert len(names) == 4
+
+
+def test_a_process_saves(folder: Path) -> None:
+    """torch's executor that is a process gets the staged state."""
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        saved = state(seed=3)
+        stager = Stager()
+        for _ in range(2):
+            dcp.async_save(
+                saved,
+                storage_writer=Writer(folder),
+                async_stager=stager,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result(120)
+        assert equal(loaded(folder, saved), saved)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_names() -> None:
+    assert fpfs.dcp.Writer is Writer
+    assert "dcp" in dir(fpfs)
