@@ -123,6 +123,8 @@ class Commands:
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
+        self._stager: Any = None
+        self._saving: Any = None
         self._copy: dict[str, Any] = {}
         self._saver: Any = None
         self._training: Any = None
@@ -245,6 +247,48 @@ class Commands:
 
         writer = checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
         checkpoint.save(self._state, storage_writer=writer, no_dist=True)
+
+    def save_dcp_by_fpfs(self, *, path: str) -> None:
+        """Save the state with torch.distributed.checkpoint by fpfs, durable."""
+        from torch.distributed import checkpoint
+
+        from fpfs.dcp import Writer
+
+        checkpoint.save(self._state, storage_writer=Writer(path), no_dist=True)
+
+    def save_dcp_beside(self, *, path: str, stager: str) -> None:
+        """Begin to save it beside training: staged by "torch" anew, "torch, kept", or "fpfs"."""
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        from fpfs.dcp import Stager, Writer
+
+        if stager == "fpfs":
+            self._stager = self._stager or Stager()
+        elif stager == "torch, kept":
+            self._stager = self._stager or DefaultStager(StagingOptions(*[False] * 4))
+        self._saving = checkpoint.async_save(
+            self._state,
+            storage_writer=Writer(path)
+            if stager == "fpfs"
+            else checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True),
+            async_stager=self._stager,
+            no_dist=True,
+        )
+
+    def wait_dcp(self) -> None:
+        """Until that is durable."""
+        self._saving.result()
+        self._saving = None
+
+    def load_dcp(self, *, path: str, by_fpfs: bool) -> None:
+        """Load with torch.distributed.checkpoint into the state."""
+        from torch.distributed import checkpoint
+
+        from fpfs.dcp import Reader
+
+        reader = Reader(path) if by_fpfs else checkpoint.FileSystemReader(path)
+        checkpoint.load(self._state, storage_reader=reader, no_dist=True)
 
     def save_dcp_together(self, *, path: str) -> None:
         """The same by all ranks of the group that the worker has joined."""

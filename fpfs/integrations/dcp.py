@@ -366,7 +366,8 @@ class Stager(AsyncStager):  # type: ignore[misc]
         """
         if self._spaces is None:
             raise ValueError("the Stager is closed: make another one")
-        with torch.no_grad(), torch.inference_mode(mode=False):
+        # In this order: the second one would enable gradients.
+        with torch.inference_mode(mode=False), torch.no_grad():
             found = _Found(state_dict)
             lent = self._space(found.bytes).lend()
             return cast("dict[str, Any]", found.copied_to(lent))
