@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, unmodified: one process without a group, and two over gloo."""
+"""torch.distributed.checkpoint, unmodified and by fpfs: one process alone, and two over gloo."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from fpfs.dcp import Reader, Stager, Writer
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.clients.programs.distributed_saves import state as saved_state
 from tests.support.failures.crash import crash_and_mount
@@ -159,13 +160,66 @@ def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost
 
 
 @pytest.mark.parametrize("is_power_lost", [False, True])
-def test_a_checkpoint_that_is_saved_again_is_one_of_both(own: Mount, is_power_lost: bool) -> None:
+@pytest.mark.parametrize("writer", ["torch", "fpfs"])
+def test_a_checkpoint_that_is_saved_again_is_one_of_both(
+    own: Mount, writer: str, is_power_lost: bool
+) -> None:
     chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
         last = save_until_everything_dies(
-            own, "latest", saves=2, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
+            own,
+            "latest",
+            writer,
+            saves=2,
+            after_s=chance.uniform(0, 0.2),
+            is_power_lost=is_power_lost,
         )
         assert loaded_step(own.root / "run/latest") in (last, last + 1)
+
+
+@pytest.mark.parametrize("is_on_fpfs", [True, False])
+def test_whoever_is_killed_while_fpfs_saves_again(
+    own: Mount, plain: Path, is_on_fpfs: bool
+) -> None:
+    """In an ordinary directory, of any filesystem."""
+    own.allow_log("is quarantined|removed")
+    chance = random.Random(chosen_seed())
+    folder = own.root if is_on_fpfs else plain
+    last = 0
+    for _ in range(30 if IS_LONG else 4):
+        words = [sys.executable, SAVES, folder, SAVES_MAX, "latest", "fpfs"]
+        with subprocess.Popen(
+            [str(word) for word in words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        ) as program:
+            assert program.stdout is not None
+            said = [int(program.stdout.readline()) for _ in range(2)]
+            time.sleep(chance.uniform(0, 0.1))  # any moment of a save will do
+            program.kill()
+            said += [int(line) for line in program.stdout]
+        last = said[-1]
+        assert loaded_step(folder / "latest") in (last, last + 1)
+    dcp.save(saved_state(last), storage_writer=Writer(folder / "latest"), no_dist=True)
+    assert loaded_step(folder / "latest") == last
+    assert len(list((folder / "latest").glob("[!.]*"))) == 1
+
+
+def test_by_fpfs(target: Target, directory: Path) -> None:
+    saved = state(seed=5)
+    stager = Stager()
+    for name in ("one", "two", "one"):
+        writer = Writer(directory / name)
+        dcp.async_save(saved, storage_writer=writer, async_stager=stager, no_dist=True).result(60)
+        assert_loads(directory / name, saved)
+    target.remount()
+    for name in ("one", "two"):
+        loaded = state(seed=99)
+        dcp.load(loaded, storage_reader=Reader(directory / name), no_dist=True)
+        assert loaded["step"] == saved["step"]
+        for tensor, expected in zip(loaded["model"].values(), saved["model"].values(), strict=True):
+            assert torch.equal(tensor, expected)
 
 
 def test_two_processes_save_into_a_group(own: Mount, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Saves one checkpoint after the other with torch.distributed.checkpoint, and says when each is.
 
-Usage: distributed_saves.py FOLDER COUNT [NAME]: to FOLDER/stepN, or always to FOLDER/NAME.
+Usage: distributed_saves.py FOLDER COUNT [NAME [fpfs]]: to FOLDER/stepN, or always to FOLDER/NAME;
+by torch's writer, or by fpfs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     for step in range(1, count + 1):
         name = sys.argv[3] if len(sys.argv) > 3 else f"step{step}"
-        writer = dcp.FileSystemWriter(folder / name, thread_count=3, overwrite=True)
+        if sys.argv[4:] == ["fpfs"]:
+            from fpfs.dcp import Writer
+
+            writer = Writer(folder / name)
+        else:
+            writer = dcp.FileSystemWriter(folder / name, thread_count=3, overwrite=True)
         dcp.save(state(step), storage_writer=writer, no_dist=True)
         print(step, flush=True)
 
