@@ -113,7 +113,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
             self._path = resolve(checkpoint_id)
         self._save_id = secrets.token_hex(_TOKEN_BYTES)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002 the rank tells it
+        *_args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Learn which rank this is."""
         self._rank = kwargs.get("rank", dist.get_rank() if dist.is_initialized() else 0)
         self._collective = kwargs.get("use_collectives", True)

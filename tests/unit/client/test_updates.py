@@ -81,6 +81,17 @@ def copy_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return go.set
 
 
+def when_awaited(save: client.Saving, act: Callable[[], None]) -> None:
+    """Have a step that waits for the copy do this first."""
+    wait = save.staged.exception
+
+    def exception(timeout: float | None = None) -> BaseException | None:
+        act()
+        return wait(timeout)
+
+    save.staged.exception = exception  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_waits_for_the_copy(path: Path, copy_on: Callable[[], None], name: str) -> None:
     training = Training(OPTIMIZERS[name])
@@ -91,7 +102,7 @@ def test_a_step_waits_for_the_copy(path: Path, copy_on: Callable[[], None], name
         training.forward_and_backward()
         assert not same(training.model[1].state_dict(), before["model"])
         assert not saving.staged.done()
-        threading.Timer(0.1, copy_on).start()
+        when_awaited(saving, copy_on)
         training.optimizer.step()
         assert saving.staged.done()
         assert saving.update_wait_s > 0
@@ -164,9 +175,11 @@ def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
     def slowly(uncopied: snapshot.Uncopied) -> None:
         # All of both: six parameters with three states each, and two that have momentum later.
         assert len(uncopied) == 6 * 4 + (2 if len(befores) == 1 else 4)
-        threading.Event().wait(0.05)
+        assert awaited.wait(60)
+        awaited.clear()
         snapshot.copy_rest(uncopied)
 
+    awaited = threading.Event()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(saving, "copy_rest", slowly)
         with AsyncSaver(optimizers=[training.optimizer, other]) as saver:
@@ -177,7 +190,7 @@ def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
                     "more": other.state_dict(),
                 }
                 befores.append(copy.deepcopy(state))
-                saver.save(state, f"{path}.{step}")
+                when_awaited(saver.save(state, f"{path}.{step}"), awaited.set)
                 training.forward_and_backward()
                 model(torch.randn(4, SIZE)).sum().backward()
                 for optimizer in (training.optimizer, other)[:: 1 if step % 2 else -1]:
@@ -214,7 +227,7 @@ def test_a_close_that_gives_up_leaves_steps_waiting(
     for _ in range(2):
         with pytest.raises(TimeoutError, match="has not ended"):
             saver.close()
-    threading.Timer(0.1, copy_on).start()
+    when_awaited(saving, copy_on)
     training.optimizer.step()
     saving.durable.result(60)
     saver.close()
