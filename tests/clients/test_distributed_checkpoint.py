@@ -20,7 +20,7 @@ from fpfs.dcp import Reader, Stager, Writer
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.clients.programs.distributed_saves import state as saved_state
 from tests.support.failures.crash import crash_and_mount
-from tests.support.processes import run_program
+from tests.support.processes import run, run_program
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.target import Target
 
@@ -233,3 +233,17 @@ def test_two_processes_save_into_a_group(own: Mount, tmp_path: Path) -> None:
     before = {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()}
     crash_and_mount(own)
     assert {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()} == before
+
+
+def test_the_example(directory: Path) -> None:
+    """Each goes on from what the one before has saved, on another number of ranks."""
+    for ranks, epochs in ((2, "0 to 2"), (1, "3 to 5")):
+        printed = run(
+            sys.executable,
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            REPOSITORY / "examples" / "distributed_checkpoint.py",
+            directory,
+            environment={"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        )
+        assert printed.splitlines() == [f"epochs {epochs} by {ranks} ranks"]
+    assert len(list((directory / "latest").glob("*.distcp"))) == 1
