@@ -148,7 +148,7 @@ $(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VE
   -DCMAKE_CXX_COMPILER=$(CXX) -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
 $(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
 { FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
-    $(VENV)/bin/ctest --test-dir $(1) --output-on-failure || \
+    $(VENV)/bin/ctest --test-dir $(1) -j $(JOBS) --output-on-failure || \
   { echo 'What failed, once more:'; \
     grep -E -B 8 -A 8 '(ERROR|exception): ' $(1)/Testing/Temporary/LastTest.log; exit 1; }; } && \
 { grep -E '^skipped [0-9]+: ' $(1)/Testing/Temporary/LastTest.log || true; }
