@@ -35,7 +35,7 @@ from tests.crash.power.recording import (
 )
 from tests.support.seeds import IS_LONG, chosen_seed
 
-CUTS = 40 if IS_LONG else 12
+CUTS = 40 if IS_LONG else 6
 CUTS_TO_FIND = 200
 STEPS = 40
 LONG_STEPS = 150

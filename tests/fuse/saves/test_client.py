@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
-KILLS = 100 if IS_LONG else 12
+KILLS = 100 if IS_LONG else 6
 DELAY_S = 0.15
 
 # For each line on stdin it has a child that saves over and over, from that step on.
