@@ -96,6 +96,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _saved(tensor: torch.Tensor) -> memoryview:
     """The archive of a tensor that only torch knows to save."""
+    tensor = tensor.detach().cpu()
+    has_one = tensor.layout is torch.strided and not tensor.is_nested
+    if has_one and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # or it would be saved with all of its storage
     stream = io.BytesIO()
     torch.save(tensor, stream)
     return stream.getbuffer()

@@ -63,7 +63,9 @@ class Filling(NamedTuple):
     def is_direct(self) -> bool:
         """Whether the part's bytes are the file's, in few pieces."""
         same = self.target.dtype == self.source.dtype and self.target.device.type == "cpu"
-        is_plain = self.source.is_contiguous() and self.target.is_contiguous()
+        # Of others, copy_ knows where their bytes are.
+        is_plain = type(self.target) is torch.Tensor
+        is_plain = is_plain and self.source.is_contiguous() and self.target.is_contiguous()
         is_plain = is_plain and not (self.target.is_conj() or self.target.is_neg())
         is_plain = is_plain and not (self.source.is_conj() or self.source.is_neg())
         return same and is_plain and len(self.pieces()) == 1

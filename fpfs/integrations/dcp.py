@@ -19,11 +19,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import os
 import pickle
 import re
 import secrets
+import threading
+import traceback
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -98,6 +101,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._overwrite = overwrite
         self._rank = 0
         self._collective = True
+        self._removes = False
+        """Whether this rank removes what is left of other saves."""
         self._save_id = secrets.token_hex(_TOKEN_BYTES)
 
     @property
@@ -115,21 +120,32 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def set_up_storage_writer(
         self,
-        is_coordinator: bool,  # noqa: ARG002 the rank tells it
+        is_coordinator: bool,
         *_args: Any,
         **kwargs: Any,
     ) -> None:
         """Learn which rank this is."""
         self._rank = kwargs.get("rank", dist.get_rank() if dist.is_initialized() else 0)
         self._collective = kwargs.get("use_collectives", True)
+        self._removes = is_coordinator or not self._collective
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory."""
+        """Make the directory, with room for what comes."""
         os.makedirs(self.checkpoint_id, exist_ok=True)
-        first = METADATA if self._collective else f"__0{METADATA}"
-        if not self._overwrite and os.path.exists(os.path.join(self.checkpoint_id, first)):
-            raise RuntimeError(f"{self.checkpoint_id} has a checkpoint, and overwrite is False")
+        if not self._overwrite:
+            for name in (METADATA, self._metadata_name):
+                if os.path.exists(os.path.join(self.checkpoint_id, name)):
+                    raise RuntimeError(
+                        f"{self.checkpoint_id} has a checkpoint, and overwrite is False"
+                    )
+        # No rank writes before all have done this.
+        if self._removes:
+            self._remove_unnamed()
         return plan
+
+    @property
+    def _metadata_name(self) -> str:
+        return METADATA if self._collective else f"__{self._rank}{METADATA}"
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names need not be agreed upon."""
@@ -184,12 +200,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         self._check(ends)
-        name = METADATA if self._collective else f"__{self._rank}{METADATA}"
-        with Replacement(os.path.join(self.checkpoint_id, name)) as replacement:
+        path = os.path.join(self.checkpoint_id, self._metadata_name)
+        with Replacement(path) as replacement:
             with open(replacement.fd, "wb", closefd=False) as stream:
                 pickle.dump(metadata, stream)
             replacement.commit(durable=self._durable)
-        self._remove_others(ends)
+        self._remove_unnamed()
 
     def _check(self, ends: Mapping[str, int]) -> None:
         """All ranks' files are here: they see this directory, and nobody else has removed them."""
@@ -201,12 +217,23 @@ class Writer(StorageWriter):  # type: ignore[misc]
                     " directory, and save into it one after the other"
                 )
 
-    def _remove_others(self, kept: Mapping[str, int]) -> None:
+    def _remove_unnamed(self) -> None:
+        """Remove files of this rank, or of all, that no metadata names: other saves' remains."""
         rank = r"\d+" if self._collective else str(self._rank)
         pattern = re.compile(rf"__{rank}_[0-9a-f]+{re.escape(SUFFIX)}")
-        for name in os.listdir(self.checkpoint_id):
-            if name not in kept and pattern.fullmatch(name):
-                # The checkpoint is there without it.
+        names = os.listdir(self.checkpoint_id)
+        named = set[str]()
+        for name in names:
+            if name.endswith(METADATA):
+                with open(os.path.join(self.checkpoint_id, name), "rb") as file:
+                    # A pickle has strings as they are. To load it would run what it says.
+                    found = re.findall(
+                        rb"__\d+_[0-9a-f]+" + re.escape(SUFFIX.encode()), file.read()
+                    )
+                named |= {each.decode() for each in found}
+        for name in names:
+            if name not in named and pattern.fullmatch(name):
+                # What cannot be removed takes room, and is nobody's.
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.checkpoint_id, name))
 
@@ -348,13 +375,16 @@ class Stager(AsyncStager):  # type: ignore[misc]
         as long then.
 
     Tensors of any device are copied to the processor's memory. A state that is staged while another
-    one is still being saved has memory of its own, which is kept for later. Give the same stager to
-    each save, and `close` it after the last one.
+    one is still being saved has memory of its own, which is kept for later, too. Give the same
+    stager to each save, and `close` it after the last one.
+
+    Concurrency: several threads may stage.
     """
 
     def __init__(self, *, memory_bytes: int = 0) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        self._lending = threading.Lock()
         self._spaces: list[_Space] | None = []
         if memory_bytes > 0:
             self._spaces.append(_Space(memory_bytes))
@@ -367,29 +397,37 @@ class Stager(AsyncStager):  # type: ignore[misc]
     def stage(self, state_dict: dict[str, Any], **_options: Any) -> dict[str, Any]:
         """Return a copy of the state, which may change then.
 
-        Raises MemoryError if there is no room for it, ValueError if this is closed.
+        Raises MemoryError if there is no room for it, ValueError if this is closed or of a DTensor
+        that is still to be summed up, and what copy.deepcopy raises of objects.
         """
-        if self._spaces is None:
-            raise ValueError("the Stager is closed: make another one")
         # In this order: the second one would enable gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
             found = _Found(state_dict)
-            lent = self._space(found.bytes).lend()
-            return cast("dict[str, Any]", found.copied_to(lent))
+            try:
+                return cast("dict[str, Any]", found.copied_to(self._lend(found.bytes)))
+            except BaseException as error:
+                # The error would keep the memory.
+                traceback.clear_frames(error.__traceback__)
+                raise
 
-    def _space(self, size: int) -> _Space:
-        """One that nobody uses; others that nobody uses are given up."""
-        assert self._spaces is not None
-        free = [space for space in self._spaces if space.is_free]
-        self._spaces = [space for space in self._spaces if not space.is_free]
-        largest = max(free, key=lambda space: space.size, default=None)
-        free.clear()
-        if largest is None or largest.size < size:
-            # Released first: both together may be too much.
-            largest = None
-            largest = _Space(size)
-        self._spaces.append(largest)
-        return largest
+    def _lend(self, size: int) -> torch.Tensor:
+        with self._lending:
+            if self._spaces is None:
+                raise ValueError("the Stager is closed: make another one")
+            if not self._fitting(size) and self._spaces:
+                # What a save that failed has left may be garbage in cycles.
+                gc.collect()
+            fitting = self._fitting(size)
+            if not fitting:
+                # Released first: both together may be too much.
+                self._spaces = [space for space in self._spaces if not space.is_free]
+                fitting = [_Space(size)]
+                self._spaces += fitting
+            return min(fitting, key=lambda space: space.size).lend()
+
+    def _fitting(self, size: int) -> list[_Space]:
+        """Those that are large enough, and that nobody uses."""
+        return [space for space in self._spaces or () if space.is_free and space.size >= size]
 
     def synchronize_staging(self) -> None:
         """Nothing is left to wait for."""
@@ -423,6 +461,8 @@ class _Part(NamedTuple):
     """A tensor to copy."""
 
     tensor: torch.Tensor
+    local: torch.Tensor
+    """What this rank has of it."""
     at: int
     """Where its copy begins."""
 
@@ -442,7 +482,7 @@ class _Found:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._parts and _is_copied(value):
                 local = value.to_local() if is_dtensor(value) else value
-                self._parts[id(value)] = _Part(local, self.bytes)
+                self._parts[id(value)] = _Part(value, local, self.bytes)
                 self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
         elif isinstance(value, Mapping):
             for each in value.values():
@@ -455,28 +495,38 @@ class _Found:
         """The state, with copies in `lent`."""
         return self._copied(self._state, lent, {})
 
-    def _copied(self, value: Any, lent: torch.Tensor, memo: dict[int, torch.Tensor]) -> Any:
+    def _copied(self, value: Any, lent: torch.Tensor, memo: dict[int, Any]) -> Any:
+        """memo: as copy.deepcopy has it, so what is one stays one, within objects, too."""
         if isinstance(value, torch.Tensor):
             if id(value) not in memo:
                 part = self._parts.get(id(value))
-                memo[id(value)] = (
-                    _copied_by_torch(value) if part is None else _copied(value, part, lent)
-                )
+                memo[id(value)] = _copied_by_torch(value) if part is None else _copied(part, lent)
+                memo.setdefault(id(memo), []).append(value)  # or its identity were another's
             return memo[id(value)]
+        if isinstance(value, dict):
+            # Of its type, with its attributes.
+            made = copy.copy(value)
+            for key, each in value.items():
+                made[key] = self._copied(each, lent, memo)
+            return made
         if isinstance(value, Mapping):
             return {key: self._copied(each, lent, memo) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self._copied(each, lent, memo) for each in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return copy.deepcopy(value)
+        if isinstance(value, list):
+            items = copy.copy(value)
+            items[:] = [self._copied(each, lent, memo) for each in value]
+            return items
+        if isinstance(value, tuple):
+            return tuple.__new__(type(value), [self._copied(each, lent, memo) for each in value])
+        return copy.deepcopy(value, memo)
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor is copied into the memory; torch alone knows how to copy others."""
     if is_dtensor(tensor):
         given: Any = tensor
-        is_sum = any(each.is_partial() for each in given.placements)
-        return not is_sum and _is_copied(given.to_local())
+        if any(each.is_partial() for each in given.placements):
+            raise ValueError("the sum of a DTensor is still to be made: redistribute() it")
+        return _is_copied(given.to_local())
     has_bytes = is_dense(tensor) and tensor.device.type != "meta"
     return has_bytes and type(tensor.detach()) is torch.Tensor
 
@@ -490,18 +540,18 @@ def _copied_by_torch(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _copied(tensor: torch.Tensor, part: _Part, lent: torch.Tensor) -> torch.Tensor:
+def _copied(part: _Part, lent: torch.Tensor) -> torch.Tensor:
     """Copy what this rank has of a tensor; returns the same as a tensor."""
-    local = part.tensor
+    local = part.local
     made = lent[part.at : part.at + local.nbytes].view(local.dtype)
     if torch.ops.aten.is_non_overlapping_and_dense(local):
         made = made.as_strided(local.shape, local.stride(), made.storage_offset())
     else:
         made = made.view(local.shape)
     made.copy_(local)
-    if not is_dtensor(tensor):
+    if not is_dtensor(part.tensor):
         return made
-    given: Any = tensor
+    given: Any = part.tensor
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import gc
+import gzip
 import os
+import subprocess
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -207,6 +211,34 @@ def test_a_failure_leaves_the_former(
     assert len(os.listdir(folder)) == 2
 
 
+@pytest.mark.root
+def test_what_was_killed_leaves_room(tmp_path: Path) -> None:
+    """On a device that has room for two: the former one and the next one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "fpfs-test", folder], check=True)
+    try:
+        given = {"a": torch.rand(1 << 20)}
+        dcp.save(given, storage_writer=Writer(folder), no_dist=True)
+        for number in range(3):
+            (folder / f"__0_00{number}.distcp").write_bytes(bytes(1 << 20))
+        for _ in range(2):
+            dcp.save(given, storage_writer=Writer(folder), no_dist=True)
+        assert equal(loaded(folder, given), given)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_checkpoints_of_both_kinds_do_not_destroy_each_other(folder: Path) -> None:
+    given = {"a": torch.rand(5)}
+    dcp.save(given, storage_writer=Writer(folder), no_dist=True)
+    writer = Writer(folder)
+    dcp.save({"b": torch.rand(5)}, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert equal(loaded(folder, given), given)
+    with pytest.raises(CheckpointException, match="overwrite is False"):
+        dcp.save(given, storage_writer=Writer(folder, overwrite=False), no_dist=True)
+
+
 def test_other_files_stay(folder: Path) -> None:
     folder.mkdir()
     others = ["config.json", "__0_0.distcp.bak", "notes.distcp"]
@@ -289,6 +321,52 @@ def test_a_state_of_another_shape(folder: Path) -> None:
         dcp.load({"a": torch.ones(4, 4)}, storage_reader=Reader(folder), no_dist=True)
 
 
+def test_planners_commit_what_was_read(folder: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=Writer(folder), no_dist=True)
+    committed = []
+
+    class Planner(DefaultLoadPlanner):
+        def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+            committed.append((item.dest_index.fqn, tensor.tolist()))
+
+    into = {"a": torch.zeros(3)}
+    dcp.load(into, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
+    assert committed == [("a", [1.0] * 3)]
+
+
+class Gzip(StreamTransformExtension):
+    """Compresses."""
+
+    @staticmethod
+    def from_descriptor(_version: str) -> Gzip:
+        return Gzip()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.gzip"
+
+    def get_descriptor(self) -> str:
+        return "stream.gzip/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return gzip.GzipFile(fileobj=output, mode="wb")
+
+    def transform_from(self, stream: Any) -> Any:
+        return gzip.GzipFile(fileobj=stream, mode="rb")
+
+
+def test_what_is_compressed_is_left_to_torch(folder: Path) -> None:
+    given = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    writer = dcp.FileSystemWriter(folder, _extensions=[Gzip()])
+    dcp.save(given, storage_writer=writer, no_dist=True)
+    registry = ExtensionRegistry()
+    registry.register(Gzip)
+    into = like(given)
+    reader = Reader(folder, _extension_registry=registry)
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert equal(into, given)
+
+
 def test_types_are_converted(folder: Path) -> None:
     saved = {"a": torch.arange(12.0).reshape(3, 4)}
     dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
@@ -362,9 +440,134 @@ def test_a_stager_that_is_used_twice(tmp_path: Path, held: Held) -> None:
     for seed in (1, 2, 3):
         assert equal(loaded(tmp_path / f"{seed}", state(seed=seed)), state(seed=seed))
     del future, futures
-    gc.collect()
-    stager.stage(state(seed=1))
-    assert len(stager._spaces) == 1
+    # What three took is there for three.
+    kept = len(stager._spaces)
+    staged = [stager.stage(state(seed=seed)) for seed in (1, 2, 3)]
+    assert len(staged) == kept == len(stager._spaces) == 3
+
+
+def test_saves_that_fail_leave_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose state cannot be copied."""
+
+    class Odd:
+        def __deepcopy__(self, _memo: Any) -> Any:
+            raise OSError("cannot be copied")
+
+    stager = Stager()
+    errors: list[BaseException | None] = []
+    gc.disable()
+    try:
+        for number in range(6):
+            with pytest.raises(OSError, match="cannot be copied") as odd:
+                stager.stage({**state(seed=1), "odd": Odd()})
+            errors.append(odd.value)
+            with monkeypatch.context() as patch:
+                patch.setattr(integration, "reserve_file", no_space)
+                async_save(state(seed=1), tmp_path / f"{number}", stager).exception(60)
+        assert len(stager._spaces) <= 2
+    finally:
+        gc.enable()
+
+
+def test_types_and_identities_stay() -> None:
+    class Wrapped:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    class Made(Mapping[str, torch.Tensor]):
+        """Makes its tensors when it is asked."""
+
+        def __getitem__(self, key: str) -> torch.Tensor:
+            return torch.full((4,), float(key))
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("01234")
+
+        def __len__(self) -> int:
+            return 5
+
+    class Limited(list[Any]):
+        def __init__(self, limit: int = 3) -> None:
+            super().__init__()
+            self.limit = limit
+
+    tensor = torch.rand(3)
+    module = torch.nn.Linear(2, 2).state_dict()
+    limited = Limited(5)
+    limited += [1, tensor]
+    wrapped = Wrapped(tensor)
+    staged = Stager().stage(
+        {
+            "module": module,
+            "counter": Counter("ab"),
+            "default": defaultdict(list, {1: [2]}),
+            "named": Place(1, tensor),
+            "limited": limited,
+            "tensor": tensor,
+            "wrapped": [wrapped, wrapped],
+            "made": Made(),
+        }
+    )
+    assert type(staged["module"]) is OrderedDict
+    assert staged["module"]._metadata == module._metadata
+    assert list(staged["module"]) == list(module)
+    assert type(staged["counter"]) is Counter
+    assert staged["default"][7] == []
+    assert staged["named"].rank == 1
+    assert staged["named"].tensor is staged["tensor"] is staged["limited"][1]
+    assert (type(staged["limited"]), staged["limited"].limit) == (Limited, 5)
+    assert staged["wrapped"][0] is staged["wrapped"][1] is not wrapped
+    assert staged["wrapped"][0].tensor is staged["tensor"]
+    assert {key: value[0].item() for key, value in staged["made"].items()} == {
+        key: float(key) for key in "01234"
+    }
+
+
+class Place(NamedTuple):
+    """With a tensor."""
+
+    rank: int
+    tensor: torch.Tensor
+
+
+def test_staged_in_inference_mode(folder: Path) -> None:
+    stager = Stager()
+    with torch.inference_mode():
+        first = stager.stage({"a": torch.ones(3)})
+    assert not first["a"].is_inference()
+    del first
+    assert equal(stager.stage({"a": torch.zeros(3)}), {"a": torch.zeros(3)})
+
+
+def test_a_target_that_wraps_another(folder: Path) -> None:
+    saved = {"a": torch.rand(6)}
+    dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
+    within = torch.zeros(6)
+    dcp.load({"a": Wrapper(within)}, storage_reader=Reader(folder), no_dist=True)
+    assert torch.equal(within, saved["a"])
+
+
+class Wrapper(torch.Tensor):
+    """One whose bytes are another's, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls: Any, within: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, within.shape, dtype=within.dtype)
+        made.within = within
+        return made
+
+    def __init__(self, within: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, _types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        plain = [each.within if isinstance(each, cls) else each for each in arguments]
+        found = function(*plain, **(options or {}))
+        if function is torch.ops.aten.detach.default:
+            return cls(found)
+        return arguments[0] if function is torch.ops.aten.copy_.default else found
 
 
 def test_a_state_that_grows_and_shrinks(tmp_path: Path) -> None:
