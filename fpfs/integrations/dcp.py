@@ -224,7 +224,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         names = os.listdir(self.checkpoint_id)
         named = set[str]()
         for name in names:
-            if name.endswith(METADATA):
+            # Not one that was being written when its save was killed.
+            if re.fullmatch(rf"(__\d+)?{re.escape(METADATA)}", name):
                 with open(os.path.join(self.checkpoint_id, name), "rb") as file:
                     # A pickle has strings as they are. To load it would run what it says.
                     found = re.findall(
