@@ -218,6 +218,10 @@ ltp: setup ## The files tests of LTP, installed in LTP=dir, on fpfs and on ext4:
 lint: setup $(STAMPS)/tools-lint ## ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck
 	@.ci/lint $(VENV)
 
+.PHONY: analyze
+analyze: setup $(STAMPS)/tools-lint ## clang's analyzer on the C++ files that it has not passed
+	@.ci/lint $(VENV) analyze
+
 .PHONY: clean
 clean: ## Remove what was built; .venv stays
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
