@@ -186,7 +186,7 @@ def test_whoever_is_killed_while_fpfs_saves_again(
     chance = random.Random(chosen_seed())
     folder = own.root if is_on_fpfs else plain
     last = 0
-    for _ in range(30 if IS_LONG else 4):
+    for _ in range(30 if IS_LONG else 2):
         words = [sys.executable, SAVES, folder, SAVES_MAX, "latest", "fpfs"]
         with subprocess.Popen(
             [str(word) for word in words],

@@ -493,7 +493,11 @@ def be_unreadable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "readable"), [(1, True), (2, True), (2, False), (4, True), (6, True), (6, False)]
+    ("size", "readable"),
+    [
+        *((1, True), (2, True), (2, False), (4, True), (4, False)),
+        *(pytest.param(6, readable, marks=pytest.mark.long) for readable in (True, False)),
+    ],
 )
 def test_a_sharded_state_is_saved_whole(
     forks: Worlds, path: Path, size: int, readable: bool
