@@ -78,7 +78,7 @@ class Filling(NamedTuple):
         return [(self.target.data_ptr(), runs[0].bytes, self.offset + runs[0].offset)]
 
 
-def fill(file: ReadableFile, into: Any, *, weights_only: bool, begin: float = 0.0) -> Any:
+def fill(file: ReadableFile, into: Any, *, weights_only: bool | None, begin: float = 0.0) -> Any:
     """Fill `into` from the file; returns it, with what is no tensor as the file has it.
 
     begin: which part of the bytes is read before those ahead of it, from 0 to 1.

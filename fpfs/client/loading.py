@@ -46,7 +46,7 @@ def load(
     group: dist.ProcessGroup | Alone | None = None,
     map_location: MapLocation = None,
     mmap: bool = False,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     into: Any = None,
 ) -> Any:
     """Load what torch.save, or `fpfs.save`, has saved, as torch.load does.
@@ -54,7 +54,7 @@ def load(
     group: whose ranks load the file at about the same time, on a mount of fpfs: each byte is read
         from a device once, for all ranks of a machine. They do not wait for each other. None: the
         default group of torch.distributed, if that is initialized. ALONE: this process only.
-    map_location, weights_only: as torch.load has them.
+    map_location, weights_only: as torch.load has them. None: what it takes when they are left out.
     mmap: map the file instead of reading it, which is left to torch.load.
     into: a state like the saved one, whose tensors are filled where they are, and returned; what
         is no tensor is as the file has it. Of a DTensor only this rank's part is read, and of the
