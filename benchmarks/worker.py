@@ -124,6 +124,7 @@ class Commands:
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
         self._stager: Any = None
+        self._plugin: Any = None
         self._saving: Any = None
         self._copy: dict[str, Any] = {}
         self._saver: Any = None
@@ -280,6 +281,27 @@ class Commands:
         """Until that is durable."""
         self._saving.result()
         self._saving = None
+
+    def save_by_lightning(self, *, path: str, plugin: str) -> None:
+        """Save a Trainer's checkpoint as Lightning does: by "torch", "async" or "fpfs"."""
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+        from fpfs.integrations.lightning import FpfsCheckpointIO
+
+        if self._plugin is None:
+            make = {
+                "torch": TorchCheckpointIO,
+                "async": lambda: AsyncCheckpointIO(TorchCheckpointIO()),
+                "fpfs": FpfsCheckpointIO,
+            }
+            self._plugin = make[plugin]()
+        checkpoint = {"pytorch-lightning_version": "2", "state_dict": self._state}
+        self._plugin.save_checkpoint(checkpoint, path)
+
+    def wait_lightning(self) -> None:
+        """Until that is saved, by fpfs durable."""
+        wait = getattr(self._plugin, "wait", self._plugin.teardown)
+        wait()
 
     def load_dcp(self, *, path: str, by_fpfs: bool) -> None:
         """Load with torch.distributed.checkpoint into the state."""

@@ -1,6 +1,7 @@
 """A Lightning run with ModelCheckpoint, in a process of its own.
 
-Usage: lightning_fit.py CHECKPOINT_FOLDER EPOCHS [RESUME_FROM]
+Usage: lightning_fit.py SAVES CHECKPOINT_FOLDER EPOCHS [RESUME_FROM]; SAVES says by whom, of which
+of the two packages the Trainer is, and whether it trains in processes of its own.
 
 Prints the SHA-256 of the final parameters.
 """
@@ -11,12 +12,17 @@ import hashlib
 import logging
 import sys
 
-import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+
+if "pytorch_lightning" in sys.argv[1]:
+    import pytorch_lightning as pl
+else:
+    import lightning.pytorch as pl  # type: ignore[no-redef]
+
+from fpfs.integrations.lightning import FpfsCheckpointIO
 
 
-class Regression(lightning.LightningModule):
+class Regression(pl.LightningModule):
     """Two layers that learn a sum."""
 
     def __init__(self) -> None:
@@ -33,16 +39,19 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(folder: str, *, epochs: int, resume_from: str | None) -> Regression:
+def fit(saves: str, folder: str, *, epochs: int, resume_from: str | None) -> Regression:
     torch.manual_seed(1)
     rows = torch.randn(64, 32)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16)
-    keep = ModelCheckpoint(
+    keep = pl.callbacks.ModelCheckpoint(
         dirpath=folder, monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1
     )
-    trainer = lightning.Trainer(
+    trainer = pl.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
+        plugins=[FpfsCheckpointIO()] if "fpfs" in saves else None,
+        strategy="ddp_spawn" if "spawned" in saves else "auto",
+        devices=1,
         callbacks=[keep],
         logger=False,
         enable_progress_bar=False,
@@ -54,9 +63,10 @@ def fit(folder: str, *, epochs: int, resume_from: str | None) -> Regression:
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    resume_from = sys.argv[3] if len(sys.argv) > 3 else None
-    model = fit(sys.argv[1], epochs=int(sys.argv[2]), resume_from=resume_from)
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    saves, folder, epochs, *resume_from = sys.argv[1:]
+    model = fit(saves, folder, epochs=int(epochs), resume_from=next(iter(resume_from), None))
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())

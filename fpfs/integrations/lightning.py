@@ -1,0 +1,216 @@
+"""Lightning by fpfs: `FpfsCheckpointIO`, for ``Trainer(plugins=[FpfsCheckpointIO()])``.
+
+A checkpoint is a file of torch.save, as Lightning's own TorchCheckpointIO writes it: each loads
+what the other has saved. Lightning saves on rank 0 alone, and so does this.
+
+Invariants:
+  * A file that Lightning wants removed is there until the checkpoint that is being saved is
+    durable; if that fails, it stays.
+  * What a save has failed of is raised by the next call, at the latest when the run ends.
+
+Concurrency: as Lightning uses it, one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from fpfs.client.async_saving import AsyncSaver, Saving
+from fpfs.client.loading import MapLocation, load
+from fpfs.client.paths import resolve
+from fpfs.client.peers import ALONE
+from fpfs.client.saving import Saved, save
+from fpfs.client.topology import TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+BASES = ("lightning.fabric", "lightning_fabric")
+"""Two packages have the same classes: `lightning`, and what `pytorch_lightning` is made of."""
+
+
+class FpfsCheckpointIO:
+    """Saves and loads a Trainer's checkpoints by fpfs, beside training.
+
+    asynchronous: a Trainer's save returns when the checkpoint is copied (`fpfs.AsyncSaver`). What
+        Fabric saves, and what processes hand to each other, is durable when it returns.
+    memory_bytes: of the copy, taken and touched now; otherwise the first save does.
+    threads: how many write. None: as many as there are processors, at most 8.
+    timeout_s: seconds that a call waits for the save before.
+
+    Copies of it, also in other processes, are new ones with the same arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = True,
+        memory_bytes: int = 0,
+        threads: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._arguments = asynchronous, memory_bytes, threads, timeout_s
+        self._pid = os.getpid()
+        self._saver: AsyncSaver | None = None
+        """None: made by the next save."""
+        self._opened()
+        self._saving: Saving | None = None
+        """The last one, until somebody has waited for it."""
+        self._obsolete: list[str] = []
+        """Removed when the last save has succeeded."""
+        self._removing = threading.Lock()
+        for base in BASES:
+            module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
+            if module is not None:
+                module.CheckpointIO.register(type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        asynchronous, memory_bytes, threads, timeout_s = self._arguments
+        make = functools.partial(
+            type(self),
+            asynchronous=asynchronous,
+            memory_bytes=memory_bytes,
+            threads=threads,
+            timeout_s=timeout_s,
+        )
+        return make, ()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save `checkpoint` to `path`, whole or not at all; its folder is made.
+
+        Raises what the save before has failed of, and what `fpfs.save` raises; TypeError of
+        `storage_options`.
+        """
+        if storage_options is not None:
+            raise TypeError("FpfsCheckpointIO has no storage_options: leave them out")
+        name = _local(path)
+        self.wait()
+        os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
+        # A Trainer says when its run ends, and nobody else does.
+        if self._arguments[0] and "pytorch-lightning_version" in checkpoint:
+            self._saving = self._opened().save(checkpoint, name)
+            self._saving.durable.add_done_callback(self._remove_obsolete)
+        else:
+            save(checkpoint, name, group=ALONE, durable=True)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation = "cpu",
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load the checkpoint at `path`, when the last save is durable; as `fpfs.load` does."""
+        name = _local(path)
+        self.wait()
+        loaded: dict[str, Any] = load(
+            name, group=ALONE, map_location=map_location, weights_only=weights_only
+        )
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file or a directory, if it is there: after the save that is under way."""
+        # Of a link, the link.
+        name = os.path.abspath(_local(path))
+        self._forget_of_parent()
+        with self._removing:
+            if self._saving is not None and not _has_succeeded(self._saving.durable):
+                self._obsolete.append(name)
+                return
+        _remove(name)
+
+    def wait(self) -> None:
+        """Return when the last save is durable; raise what it has failed of."""
+        self._forget_of_parent()
+        if self._saver is None:
+            return
+        try:
+            self._saver.wait()
+        except BaseException:
+            # Unless it has not ended: nobody waits for ever.
+            if self._saving is not None and self._saving.durable.done():
+                self._saving = None
+                self._keep_obsolete()
+            raise
+        if self._saving is not None:
+            self._remove_obsolete(self._saving.durable)
+            self._saving = None
+
+    def teardown(self) -> None:
+        """Lightning's run ends: wait, and give the memory back; the next save takes it again."""
+        try:
+            self.wait()
+        finally:
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.close()
+
+    def _opened(self) -> AsyncSaver:
+        if self._saver is None:
+            _, memory_bytes, threads, timeout_s = self._arguments
+            self._saver = AsyncSaver(
+                group=ALONE, memory_bytes=memory_bytes, threads=threads, timeout_s=timeout_s
+            )
+        return self._saver
+
+    def _forget_of_parent(self) -> None:
+        """Whoever forked this process goes on with what it has under way."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._saver = self._saving = None
+            self._obsolete = []
+            self._removing = threading.Lock()
+
+    def _remove_obsolete(self, durable: Future[Saved]) -> None:
+        """Remove what waits for this save; the thread of the save calls it, too."""
+        if not _has_succeeded(durable):
+            return
+        with self._removing:
+            while self._obsolete:
+                name = self._obsolete.pop(0)
+                try:
+                    _remove(name)
+                except OSError as error:
+                    logger.error("%s was not removed: %s", name, error)
+
+    def _keep_obsolete(self) -> None:
+        with self._removing:
+            for name in self._obsolete:
+                logger.warning("%s stays, since the checkpoint after it was not saved", name)
+            self._obsolete = []
+
+
+def _has_succeeded(durable: Future[Saved]) -> bool:
+    return durable.done() and durable.exception() is None
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    """Return the path on this machine. ValueError of an address of another one."""
+    name = os.fspath(path)
+    scheme, separator, rest = name.partition("://")
+    if not separator:
+        return name
+    if scheme in ("file", "local"):
+        return rest
+    raise ValueError(
+        f"{name} is not on a filesystem of this machine, where FpfsCheckpointIO saves: leave it out"
+    )
+
+
+def _remove(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.isdir(name) and not os.path.islink(name):
+            shutil.rmtree(name)
+        else:
+            os.unlink(name)
+
+
+__all__ = ["FpfsCheckpointIO"]
