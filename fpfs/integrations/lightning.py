@@ -8,7 +8,7 @@ Invariants:
     durable; if that fails, it stays.
   * What a save has failed of is raised by the next call, at the latest when the run ends.
 
-Concurrency: as Lightning uses it, one thread.
+Concurrency: as Lightning uses it: one thread, also in a handler of a signal that interrupts it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class FpfsCheckpointIO:
     """Saves and loads a Trainer's checkpoints by fpfs, beside training.
 
     asynchronous: a Trainer's save returns when the checkpoint is copied (`fpfs.AsyncSaver`). What
-        Fabric saves, and what processes hand to each other, is durable when it returns.
+        Fabric saves, what processes hand to each other, and what a SLURM job saves before it is
+        queued again, is durable when it returns.
     memory_bytes: of the copy, taken and touched now; otherwise the first save does.
     threads: how many write. None: as many as there are processors, at most 8.
     timeout_s: seconds that a call waits for the save before.
@@ -65,7 +66,7 @@ class FpfsCheckpointIO:
         """The last one, until somebody has waited for it."""
         self._obsolete: list[str] = []
         """Removed when the last save has succeeded."""
-        self._removing = threading.Lock()
+        self._removing = threading.RLock()
         for base in BASES:
             module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
             if module is not None:
@@ -95,8 +96,9 @@ class FpfsCheckpointIO:
         name = _local(path)
         self.wait()
         os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
-        # A Trainer says when its run ends, and nobody else does.
-        if self._arguments[0] and "pytorch-lightning_version" in checkpoint:
+        # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
+        has_an_end = "pytorch-lightning_version" in checkpoint and not _is_last_of_job(name)
+        if self._arguments[0] and has_an_end:
             self._saving = self._opened().save(checkpoint, name)
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
@@ -167,7 +169,7 @@ class FpfsCheckpointIO:
             self._pid = os.getpid()
             self._saver = self._saving = None
             self._obsolete = []
-            self._removing = threading.Lock()
+            self._removing = threading.RLock()
 
     def _remove_obsolete(self, durable: Future[Saved]) -> None:
         """Remove what waits for this save; the thread of the save calls it, too."""
@@ -186,6 +188,11 @@ class FpfsCheckpointIO:
             for name in self._obsolete:
                 logger.warning("%s stays, since the checkpoint after it was not saved", name)
             self._obsolete = []
+
+
+def _is_last_of_job(name: str) -> bool:
+    """Whether Lightning saves it in a handler of SLURM's signal, then has the job queued again."""
+    return os.path.basename(name).startswith("hpc_ckpt_")
 
 
 def _has_succeeded(durable: Future[Saved]) -> bool:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from fpfs.client import async_saving
 from fpfs.client.saving import Save
+from fpfs.integrations import lightning
 from fpfs.integrations.lightning import FpfsCheckpointIO
 
 TRAINER_KEY = "pytorch-lightning_version"
@@ -203,19 +205,59 @@ def test_a_run_after_the_end_of_another(plugin: FpfsCheckpointIO, tmp_path: Path
         assert_is(torch.load(tmp_path / "last.ckpt"), seed)
 
 
-@pytest.mark.parametrize("key", [TRAINER_KEY, "of Fabric"])
+@pytest.mark.parametrize(
+    ("key", "name", "asynchronous"),
+    [
+        (TRAINER_KEY, "a.ckpt", False),
+        ("of Fabric", "a.ckpt", True),
+        (TRAINER_KEY, "hpc_ckpt_1.ckpt", True),
+    ],
+)
 def test_what_nobody_waits_for_is_there_at_once(
-    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, key: str, name: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fabric has no end, and a Trainer's processes hand each other files."""
+    """Fabric has no end, a Trainer's processes hand each other files, SLURM ends a job."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("beside training")
 
     monkeypatch.setattr(async_saving.AsyncSaver, "save", never)
-    plugin = FpfsCheckpointIO(asynchronous=key != TRAINER_KEY)
-    plugin.save_checkpoint({key: 1, "weight": torch.ones(5)}, tmp_path / "a.ckpt")
-    assert torch.equal(torch.load(tmp_path / "a.ckpt")["weight"], torch.ones(5))
+    plugin = FpfsCheckpointIO(asynchronous=asynchronous)
+    plugin.save_checkpoint({key: 1, "weight": torch.ones(5)}, tmp_path / name)
+    assert torch.equal(torch.load(tmp_path / name)["weight"], torch.ones(5))
+
+
+def test_a_signal_that_comes_while_a_checkpoint_is_removed(
+    plugin: FpfsCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's handler saves, in the middle of whatever the training thread does."""
+    handled: list[int] = []
+
+    def save(number: int, _frame: object) -> None:
+        handled.append(number)
+        plugin.save_checkpoint(checkpoint(2), tmp_path / "hpc_ckpt_1.ckpt")
+
+    former = tmp_path / "former.ckpt"
+    former.touch()
+    has_succeeded = lightning._has_succeeded
+
+    def interrupted(durable: Any) -> bool:
+        if not handled:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return has_succeeded(durable)
+
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    assert plugin._saving is not None
+    plugin._saving.durable.result(60)
+    monkeypatch.setattr(lightning, "_has_succeeded", interrupted)
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        plugin.remove_checkpoint(former)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [signal.SIGUSR1]
+    assert_is(torch.load(tmp_path / "hpc_ckpt_1.ckpt"), 2)
+    assert not former.exists()
 
 
 def test_links_and_directories_are_removed(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
