@@ -17,6 +17,7 @@ the lab must run before anything is installed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -336,7 +337,10 @@ def _loops_by_image(images: Sequence[Path]) -> dict[Path, str]:
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
             name = backing.read_text().rstrip("\n").removesuffix(" (deleted)")
-        except FileNotFoundError:  # detached between the listing and the reading
+        except OSError as error:
+            # Detached since: before the file was opened, or before it was read.
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
             continue
         if name in wanted:
             found[wanted[name]] = f"/dev/{backing.parent.parent.name}"

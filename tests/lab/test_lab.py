@@ -157,6 +157,17 @@ def test_loop_devices_of_others_are_left_alone(directory: Path, tmp_path: Path) 
         subprocess.run(["losetup", "--detach", loop], check=True)
 
 
+def test_loop_devices_that_others_detach_meanwhile(tmp_path: Path) -> None:
+    """Of one that goes between open(2) and read(2) the kernel says ENODEV."""
+    image = tmp_path / "image"
+    image.write_bytes(bytes(1 << 20))
+    turns = 'for _ in {1..100}; do losetup -d "$(losetup -f --show "$0")"; done'
+    with subprocess.Popen(["bash", "-ec", turns, image]) as others:
+        while others.poll() is None:
+            assert set(lab._loops_by_image([image])) <= {image}
+    assert others.returncode == 0
+
+
 def test_down_of_a_busy_lab_says_so_and_can_be_repeated(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
