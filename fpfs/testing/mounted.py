@@ -61,14 +61,27 @@ def run_fpfs(
     timeout_s: float = COMMAND_TIMEOUT_S,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    address_space_max: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``fpfs`` (or another command's module) with this interpreter, whatever comes of it."""
+    """Run ``fpfs`` (or another command's module) with this interpreter, whatever comes of it.
+
+    Its address space may be limited to a number of bytes.
+    """
     words = [str(argument) for argument in arguments]
     added = {"PYTHONPATH": str(REPOSITORY), **(environment or {})}
-    if warm is not None and not prefix and not environment:
-        return warm.run(module, words, environment={**os.environ, **added}, timeout_s=timeout_s)
+    # What the loader and the interpreter read when they start.
+    is_read_at_start = any(name.startswith(("LD_", "PYTHON")) for name in environment or {})
+    if warm is not None and not prefix and not is_read_at_start:
+        return warm.run(
+            module,
+            words,
+            environment={**os.environ, **added},
+            timeout_s=timeout_s,
+            address_space_max=address_space_max,
+        )
+    limit = [] if address_space_max is None else ["prlimit", f"--as={address_space_max}"]
     return subprocess.run(
-        [*prefix, sys.executable, "-m", module, *words],
+        [*prefix, *limit, sys.executable, "-m", module, *words],
         env={**os.environ, **added},
         stdin=subprocess.DEVNULL,
         capture_output=True,

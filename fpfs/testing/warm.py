@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import os
+import resource
 import select
 import signal
 import socket
@@ -47,6 +48,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, bytes]
     folder: bytes
     umask: int
+    address_space_max: int | None
 
 
 class WarmCommands:
@@ -72,6 +74,7 @@ class WarmCommands:
         *,
         environment: Mapping[str, str],
         timeout_s: float,
+        address_space_max: int | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end. Raises subprocess.TimeoutExpired."""
         umask = os.umask(0)
@@ -82,6 +85,7 @@ class WarmCommands:
             environment={name: os.fsencode(value) for name, value in environment.items()},
             folder=os.fsencode(os.getcwd()),
             umask=umask,
+            address_space_max=address_space_max,
         )
         with contextlib.ExitStack() as stack:
             output, errors = (
@@ -220,6 +224,8 @@ def _run(request: Request, descriptors: Sequence[int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(request.umask)
+    if request.address_space_max is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (request.address_space_max,) * 2)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update({name: os.fsdecode(value) for name, value in request.environment.items()})

@@ -122,7 +122,10 @@ def check_what_is_left(mount: Mount, path: Path, *, last: int) -> None:
     assert re.fullmatch(r"step\.pt\.\d{8}T\d{6}Z\.\d+", torn.name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGSEGV],
+)
 def test_a_signal_in_the_middle_leaves_the_checkpoint_before(own: Mount, number: int) -> None:
     path = own.root / "step.pt"
     with saving(path) as program:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import expect_line, python_child, tell
+from tests.support.seeds import IS_LONG
 from tests.support.target import Target
 
 pytestmark = pytest.mark.clients
 
-ROWS_EACH = 120
+ROWS_EACH = 120 if IS_LONG else 60
 WRITER = f"""
 import sqlite3, sys
 path, journal, writer = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -18,7 +18,7 @@ from fpfs.core.engine import crc32c
 from fpfs.core.layout import Run, Segment, decode_segment, encode_segment
 from fpfs.daemon.catalog.schema import row_crc
 from fpfs.daemon.devices.arena import arena_path
-from fpfs.testing.mounted import COMMAND_TIMEOUT_S, CommandFailed, Mount, mounted, run_fpfs
+from fpfs.testing.mounted import CommandFailed, Mount, mounted, run_fpfs
 from tests.support.catalog.device_sets import SMALL, DeviceSet, fill
 from tests.support.failures.crash import close_dead
 
@@ -97,8 +97,7 @@ def hostile(kept: tuple[Mount, DeviceSet]) -> tuple[Mount, DeviceSet]:
 
 def run_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a tool with bounded memory and time; it tells one line or more, and no traceback."""
-    limited = ["prlimit", f"--as={MEMORY_MAX}"]
-    done = run_fpfs(*words, prefix=limited, timeout_s=COMMAND_TIMEOUT_S)
+    done = run_fpfs(*words, address_space_max=MEMORY_MAX)
     assert "Traceback" not in done.stderr + done.stdout
     assert done.returncode in (0, 1, 4, 5, 8), done
     return done

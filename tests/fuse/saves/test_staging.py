@@ -27,6 +27,7 @@ from tests.support.failures.frozen import (
     wait_until_waiting,
 )
 from tests.support.processes import KILLED, expect_line, python_child, tell
+from tests.support.seeds import IS_LONG
 
 MEBIBYTE = 2**20
 
@@ -52,7 +53,7 @@ def test_thousands_of_open_files_with_partly_filled_chunks(small: Mount) -> None
     """Each takes a slot or a part of one; there are sixteen, and nothing waits for ever."""
     folder = small.root / "open"
     folder.mkdir()
-    count, piece = 2000, 20_001
+    count, piece = 2000 if IS_LONG else 1000, 20_001
     handles = [os.open(folder / str(n), os.O_RDWR | os.O_CREAT) for n in range(count)]
     for step in range(2):
         for number, fd in enumerate(handles):

@@ -45,8 +45,9 @@ from tests.support.catalog.catalogs import (
     random_damage,
     tables,
 )
+from tests.support.seeds import IS_LONG
 
-DAMAGES = int(os.environ.get("FPFS_DAMAGES", "400"))
+DAMAGES = int(os.environ.get("FPFS_DAMAGES", "400" if IS_LONG else "200"))
 DAMAGES_A_TEST = 20
 HANG_S = 60.0
 

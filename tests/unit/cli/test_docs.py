@@ -131,6 +131,12 @@ SOURCES = {
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".cc", ".h")
 }
+CLASSES: dict[str, list[str]] = {}
+"""The sources that define a Python class of a name."""
+for _source in SOURCES.values():
+    for _name in re.findall(r"^class (\w+)", _source, re.MULTILINE):
+        CLASSES.setdefault(_name, []).append(_source)
+NATIVE = [source for path, source in SOURCES.items() if not path.endswith(".py")]
 
 
 @pytest.mark.parametrize("document", ["architecture.md", "concurrency.md", "format.md"])
@@ -143,10 +149,9 @@ def test_named_sources_exist(document: str) -> None:
         if not any(path == name or path.endswith(f"/{name}") for path in SOURCES)
     ]
     for kind, member in re.findall(r"`(\w+)::(\w+)`", text):
-        if not any(re.search(rf"\b{kind}\b[^\0]*\b{member}\b", s) for s in SOURCES.values()):
+        if not any(re.search(rf"\b{kind}\b[^\0]*\b{member}\b", s) for s in NATIVE):
             missing.append(f"{kind}::{member}")
     for kind, method in re.findall(r"`(?:\w+\.)*([A-Z]\w+)\.([a-z_]\w*)`", text):
-        defining = [s for s in SOURCES.values() if re.search(rf"^class {kind}\b", s, re.MULTILINE)]
-        if not any(re.search(rf"(def |self\.){method}\b", source) for source in defining):
+        if not any(re.search(rf"(def |self\.){method}\b", s) for s in CLASSES.get(kind, ())):
             missing.append(f"{kind}.{method}")
     assert missing == []
