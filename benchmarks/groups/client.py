@@ -65,6 +65,37 @@ def rotating(
     return Contender(name=name, prepare=prepare, play=play, settle=settle)
 
 
+def beside(
+    name: str,
+    *,
+    worker: Worker,
+    folder: Path,
+    flush: Callable[[], None],
+    command: str,
+    wait: str,
+    **options: Any,
+) -> Contender:
+    """A contender whose worker saves beside training: seconds until `command` returns.
+
+    `wait` is the command that returns when that save has ended.
+    """
+    names = itertools.cycle(str(folder / f"{name}{number}") for number in range(ROTATED))
+
+    def play() -> float:
+        return alike([worker], command, path=next(names), **options)
+
+    def settle() -> None:
+        worker.call(wait)
+        flush()
+        sync()
+
+    # Until all that is replaced takes new bytes.
+    for _ in range(2 * ROTATED):
+        play()
+        settle()
+    return Contender(name=name, play=play, settle=settle)
+
+
 def loader(
     name: str,
     *,

@@ -8,13 +8,12 @@ is kept, whose memory is there.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
-from benchmarks.groups.client import ROTATED, rotating
+from benchmarks.groups.client import beside, rotating
 from benchmarks.peers import fio
 from benchmarks.places import Bench, drop_caches, state_bytes, sync
 from benchmarks.worker import alike
@@ -60,30 +59,24 @@ def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
 
-        def beside(name: str, folder: Path, stager: str) -> Contender:
-            worker = stack.enter_context(bench.worker(tensors=tensors))
-            names = itertools.cycle(str(folder / f"{name}{number}") for number in range(ROTATED))
-
-            def play() -> float:
-                return alike([worker], "save_dcp_beside", path=next(names), stager=stager)
-
-            def settle() -> None:
-                worker.call("wait_dcp")
-                mount.flush()
-                sync()
-
-            for _ in range(2 * ROTATED):
-                play()
-                settle()
-            return Contender(name=name, play=play, settle=settle)
+        def saving(name: str, folder: Path, stager: str) -> Contender:
+            return beside(
+                name,
+                worker=stack.enter_context(bench.worker(tensors=tensors)),
+                folder=folder,
+                flush=mount.flush,
+                command="save_dcp_beside",
+                wait="wait_dcp",
+                stager=stager,
+            )
 
         copying = stack.enter_context(bench.worker(tensors=tensors))
         copying.call("copy")
         yield [
             Contender(name="copy", play=lambda: alike([copying], "copy")),
-            beside("fpfs.dcp", mount.path, "fpfs"),
-            beside("DCP async", plain, "torch"),
-            beside("DCP async, kept stager", plain, "torch, kept"),
+            saving("fpfs.dcp", mount.path, "fpfs"),
+            saving("DCP async", plain, "torch"),
+            saving("DCP async, kept stager", plain, "torch, kept"),
         ]
 
 
