@@ -203,6 +203,12 @@ class Commands:
 
         save(self._state, path, durable=True)
 
+    def save_safetensors_by_fpfs(self, *, path: str) -> None:
+        """Save the state with fpfs as a file of safetensors, durable."""
+        from fpfs.client import save_safetensors
+
+        save_safetensors(self._state, path, durable=True)
+
     def copy(self) -> None:
         """Copy the state to memory that is there, but for the first time."""
         if not self._copy:

@@ -2,8 +2,8 @@
 
 `fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
 threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`, and who writes what,
-`Plan` and `Topology`. `fpfs.AsyncSaver` saves beside training, `fpfs.dcp` is for
-torch.distributed.checkpoint. They need torch.
+`Plan` and `Topology`. `fpfs.save_safetensors` writes safetensors' files likewise. `fpfs.AsyncSaver`
+saves beside training, `fpfs.dcp` is for torch.distributed.checkpoint. They need torch.
 
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
 how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
@@ -18,7 +18,16 @@ from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
     from fpfs import dcp
-    from fpfs.client import ALONE, AsyncSaver, Plan, RankFailed, Topology, load, save
+    from fpfs.client import (
+        ALONE,
+        AsyncSaver,
+        Plan,
+        RankFailed,
+        Topology,
+        load,
+        save,
+        save_safetensors,
+    )
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
     from fpfs.core.protocol.whereabouts import NotKept, status, wait_durable
@@ -41,6 +50,7 @@ __all__ = [
     "dcp",
     "load",
     "save",
+    "save_safetensors",
     "status",
     "wait_durable",
 ]
@@ -59,6 +69,7 @@ _PLACES = {
     "dcp": "fpfs.dcp",
     "load": "fpfs.client",
     "save": "fpfs.client",
+    "save_safetensors": "fpfs.client",
     "status": "fpfs.core.protocol.whereabouts",
     "wait_durable": "fpfs.core.protocol.whereabouts",
 }

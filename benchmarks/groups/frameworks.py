@@ -1,4 +1,4 @@
-"""Frameworks that save by fpfs: how long training waits for a save, beside their own ways.
+"""Frameworks and formats by fpfs, beside their own ways.
 
 Checkpoints take turns at two files. What a framework leaves to a thread has ended, and all disks
 are quiet, before the next round.
@@ -7,13 +7,14 @@ are quiet, before the next round.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
-from benchmarks.groups.client import ROTATED
-from benchmarks.places import Bench, sync
+from benchmarks.groups.client import beside, rotating
+from benchmarks.peers import fio
+from benchmarks.places import Bench, state_bytes, sync
 from benchmarks.worker import alike
 
 
@@ -26,21 +27,15 @@ def _lightning(bench: Bench) -> Iterator[Sequence[Entry]]:
         mount = stack.enter_context(bench.fpfs())
 
         def saving(name: str, folder: Path, plugin: str) -> Contender:
-            worker = stack.enter_context(bench.worker(tensors=tensors))
-            paths = itertools.cycle(str(folder / f"{name}{n}.ckpt") for n in range(ROTATED))
-
-            def play() -> float:
-                return alike([worker], "save_by_lightning", path=next(paths), plugin=plugin)
-
-            def settle() -> None:
-                worker.call("wait_lightning")
-                mount.flush()
-                sync()
-
-            for _ in range(2 * ROTATED):
-                play()
-                settle()
-            return Contender(name=name, play=play, settle=settle)
+            return beside(
+                name,
+                worker=stack.enter_context(bench.worker(tensors=tensors)),
+                folder=folder,
+                flush=mount.flush,
+                command="save_by_lightning",
+                wait="wait_lightning",
+                plugin=plugin,
+            )
 
         copying = stack.enter_context(bench.worker(tensors=tensors))
         copying.call("copy")
@@ -53,7 +48,41 @@ def _lightning(bench: Bench) -> Iterator[Sequence[Entry]]:
         ]
 
 
+@contextlib.contextmanager
+def _safetensors(bench: Bench) -> Iterator[Sequence[Entry]]:
+    tensors = 2 * bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        common: dict[str, Any] = {"workers": [worker], "total_bytes": total_bytes}
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
+
+        def limit() -> float:
+            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+
+        limit()
+        own: dict[str, Any] = {"command": "save_safetensors", "fsync": True}
+        yield [
+            Contender(name="fio, overwriting", play=limit, settle=sync),
+            rotating("fpfs.save_safetensors", command="save_safetensors_by_fpfs", **on_fpfs),
+            rotating("safetensors to fpfs", **own, **on_fpfs),
+            rotating("safetensors", folder=plain, settle=sync, **own, **common),
+        ]
+
+
 GROUPS = (
+    Group(
+        name="safetensors-save",
+        title="a file of safetensors, durable, over two names in turn",
+        unit="GB/s",
+        open=_safetensors,
+        bounds=(
+            Bound(contender="fpfs.save_safetensors", peer="fio, overwriting", figure=0.85),
+            Bound(contender="fpfs.save_safetensors", peer="safetensors", figure=1.5),
+        ),
+    ),
     Group(
         name="lightning-stall",
         title="a Lightning checkpoint of 1 GiB, until training goes on",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fpfs.client.loading import load
     from fpfs.client.peers import ALONE, RankFailed
     from fpfs.client.plan import Plan
+    from fpfs.client.safetensors import save_safetensors
     from fpfs.client.saving import Saved, save
     from fpfs.client.topology import Topology
     from fpfs.client.writing import Written
@@ -26,6 +27,7 @@ __all__ = [
     "Written",
     "load",
     "save",
+    "save_safetensors",
 ]
 
 # The commands know plans, and do without torch.
@@ -42,5 +44,6 @@ __getattr__, __dir__ = lazily(
         "Written": "fpfs.client.writing",
         "load": "fpfs.client.loading",
         "save": "fpfs.client.saving",
+        "save_safetensors": "fpfs.client.safetensors",
     },
 )

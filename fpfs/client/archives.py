@@ -40,7 +40,7 @@ def lay_out_each(items: Iterable[torch.Tensor | memoryview]) -> tuple[Container,
         padding = bytes(-at % ALIGNMENT)
         text += padding
         at = begin = at + len(padding)
-        if isinstance(item, memoryview) or not _is_plain(item):
+        if isinstance(item, memoryview) or not is_plain(item):
             content = item if isinstance(item, memoryview) else _saved(item)
             text += content
             at += len(content)
@@ -89,7 +89,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is nothing but its bytes, type, shape and strides."""
     return type(tensor.detach()) is torch.Tensor and is_dense(tensor)
 
@@ -105,4 +105,4 @@ def _saved(tensor: torch.Tensor) -> memoryview:
     return stream.getbuffer()
 
 
-__all__ = ["Archive", "is_dense", "lay_out_each"]
+__all__ = ["Archive", "is_dense", "is_plain", "lay_out_each"]

@@ -10,18 +10,21 @@ under way: the next one waits for it, since both use the same memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fpfs.client.container import lay_out
 from fpfs.client.peers import Alone, peers_of
 from fpfs.client.plan import Plan
-from fpfs.client.saving import Save, Saved
+from fpfs.client.safetensors import lay_out_safetensors
+from fpfs.client.saving import LayOut, Save, Saved
 from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
@@ -120,6 +123,22 @@ class AsyncSaver:
         is closed; and what `fpfs.save` raises before it writes. What it raises later is in
         `Saving`.
         """
+        return self._save(state, path, lay_out)
+
+    def save_safetensors(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        path: str | bytes | os.PathLike[Any],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Saving:
+        """Begin to save `tensors`, as `fpfs.save_safetensors` does into one file.
+
+        Otherwise as `save`. Tensors that are not contiguous are copied once more, by this call.
+        """
+        return self._save(tensors, path, functools.partial(lay_out_safetensors, metadata=metadata))
+
+    def _save(self, state: Any, path: str | bytes | os.PathLike[Any], lay_out: LayOut) -> Saving:
         if self._executor is None:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
@@ -130,7 +149,7 @@ class AsyncSaver:
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
         entered = [(steps, held)]
         try:
-            steps.agree(state, path, self._plan)
+            steps.agree(state, path, self._plan, lay_out=lay_out)
             steps.snapshot(self._memory, later=held)
             self._last = Saving(steps.path, stall_s=time.monotonic() - started)
             self._updates.saving = self._last

@@ -148,7 +148,7 @@ class Container(NamedTuple):
         at, start = layout.origin, 0
         sizes = [0, *layout.text_bytes]
         for number, count in enumerate(sizes[: len(self.parts) // 2]):
-            if number > 0:
+            if number > 0 and self.crc_places:  # of a format that has CRC32s
                 places[number] = [(number - 1, at + len(_DESCRIPTOR))]
             parts.append(Text(at if number else 0, count, start))
             at, start = at + count, start + count

@@ -74,11 +74,19 @@ class Replacement:
 
     def commit(self, *, durable: bool) -> None:
         """Give the file its name; `durable` returns when both survive power loss."""
+        self.complete(durable=durable)
+        self.take_name(durable=durable)
+
+    def complete(self, *, durable: bool) -> None:
+        """After the last byte: whoever has the name from now on has all bytes."""
         if durable or not self._on_fpfs:
             os.fsync(self._fd)
         if self._on_fpfs:
             # Whoever opens the name finds the file committed. Its close tells of what failed.
             self._close("_fd")
+
+    def take_name(self, *, durable: bool) -> None:
+        """Give the file, which is complete, its name."""
         os.rename(
             self._temporary,
             self._name,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -150,11 +151,19 @@ class _Agreed(msgspec.Struct):
     """How the file is laid out; None: as this rank has laid it out."""
 
 
+class LayOut(Protocol):
+    """What lays a file out: `lay_out`, or another format's."""
+
+    def __call__(self, state: Any, *, whole: bool) -> Container:
+        """As `lay_out`."""
+
+
 class Save:
     """A save, step by step. As a context: what is begun and not finished is undone.
 
     All ranks of the group do each step, which raises as `save`. A step may be another thread's than
-    the one before.
+    the one before. Several files that get their names together are agreed on and written one after
+    the other.
     """
 
     path = ""
@@ -167,8 +176,9 @@ class Save:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._replacement: Replacement | None = None
-        """Rank 0's."""
+        self._files: list[Replacement] = []
+        """Rank 0's, the last one being written."""
+        self._paths: list[str] = []
 
     def __enter__(self) -> Save:
         self._peers.__enter__()
@@ -185,19 +195,28 @@ class Save:
             if error is not None:
                 # First, or ranks that come late would only find that there is no file.
                 self._peers.tell(error)
-            if self._replacement is not None:
-                self._replacement.discard()
+            for file in self._files:
+                stack.callback(file.discard)
             if isinstance(error, RankFailed) and error.rank == 0 and error.gone:
-                # It made the file, and would have removed it. The mount may have gone with it.
-                with contextlib.suppress(OSError):
-                    remove_left(self.path)
+                # It made the files, and would have removed them. The mount may have gone with it.
+                for path in self._paths:
+                    with contextlib.suppress(OSError):
+                        remove_left(path)
             if isinstance(error, OSError) and error.filename is None and self.path:
                 # What fails for a descriptor does not know the name.
                 error.filename = self.path
 
-    def agree(self, state: Any, path: str | bytes | os.PathLike[Any], plan: Plan | None) -> None:
+    def agree(
+        self,
+        state: Any,
+        path: str | bytes | os.PathLike[Any],
+        plan: Plan | None,
+        *,
+        lay_out: LayOut = lay_out,
+    ) -> None:
         """Lay out the file, make sure that all ranks save the same, and know who writes what."""
         self.path = resolve(path)
+        self._paths.append(self.path)
         container = lay_out(state, whole=self._peers.is_group)
         self._planning = Planning(container, self._peers, plan)
         self._offered = Offered(container)
@@ -250,17 +269,18 @@ class Save:
         """Copy what `snapshot` has left."""
         copy_rest(self._uncopied)
 
-    def write(self, *, durable: bool, threads: int | None = None) -> Finished:
+    def write(self, *, durable: bool, threads: int | None = None, commit: bool = True) -> Finished:
         """Write this rank's share; returns when all have written, and the file has its name.
 
         threads: how many write. None: this rank's share of as many as there are processors.
+        commit: give the file its name, and all those that have been written without.
         """
         started = time.monotonic()
         addresses = {number: self._offered.addresses[number] for number in self._plan.gathered}
         located = Located(os.getpid(), addresses)
         task = self._peers.exchange("share", located, self._make_file, of=Task)
         share = self._plan.share(self._peers.rank)
-        own_fd = -1 if self._replacement is None else self._replacement.fd
+        own_fd = self._files[-1].fd if self._files else -1
         if threads is None:
             threads = max(1, default_threads() // self._peers.size)
         done = write_share(share, task, self._container, self._peers, own_fd, threads)
@@ -268,31 +288,44 @@ class Save:
         def finish(parts: list[Done]) -> list[Finished]:
             written = self._write_rest(parts)
             seconds = time.monotonic() - started
-            self._file.commit(durable=durable)
+            if commit:
+                self._commit(durable=durable)
             finished = Finished(self._container.bytes, seconds, written)
             return [finished] * len(parts)
 
         return self._peers.exchange("part", done, finish, of=Finished)
 
     def flush(self) -> None:
-        """Return when the file and its name survive power loss."""
+        """Return when the files and their names survive power loss."""
 
-        def flush(ranks: list[None]) -> list[None]:
-            self._file.flush()
+        def flush() -> None:
+            for file in self._files:
+                file.flush()
+
+        self.do_once("flush", flush)
+
+    def do_once(self, step: str, action: Callable[[], object]) -> None:
+        """Rank 0 does it; returns when it has."""
+
+        def do(ranks: list[None]) -> list[None]:
+            action()
             return ranks
 
-        self._peers.exchange("flush", None, flush, of=type(None))
+        self._peers.exchange(step, None, do, of=type(None))
 
-    @property
-    def _file(self) -> Replacement:
-        assert self._replacement is not None
-        return self._replacement
+    def _commit(self, *, durable: bool) -> None:
+        """Rank 0: give all files their names, when all are as safe as they must be."""
+        for file in self._files:
+            file.complete(durable=durable)
+        for file in self._files:
+            file.take_name(durable=durable)
 
     def _make_file(self, ranks: list[Located]) -> list[Task]:
         """Rank 0: make the file, with room for all of it, and tell where everything is."""
-        self._replacement = Replacement(self.path)
-        self._replacement.reserve(self._container.bytes)
-        path = os.fsencode(self._replacement.temporary_path)
+        file = Replacement(self.path)
+        self._files.append(file)
+        file.reserve(self._container.bytes)
+        path = os.fsencode(file.temporary_path)
         tasks = []
         for rank in range(len(ranks)):
             sources = {}
@@ -309,7 +342,7 @@ class Save:
     def _write_rest(self, parts: list[Done]) -> tuple[Written, ...]:
         """Rank 0: write what had to wait for all CRC32s."""
         rest = rest_of(self._plan.rest, [part.crcs for part in parts], self._container)
-        write(rest, self._container, fd=self._file.fd, threads=1)
+        write(rest, self._container, fd=self._files[-1].fd, threads=1)
         rest_bytes = sum(self._container.text_part(number).bytes for number in rest.texts)
         own = parts[0].written
         parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
@@ -341,4 +374,5 @@ def _compare(offers: list[_Offer]) -> None:
 
 
 def _described(offer: _Offer) -> str:
-    return f"{offer.tensors} tensors in {format_size(offer.bytes_of_storages)}"
+    plural = "s" * (offer.tensors != 1)
+    return f"{offer.tensors} tensor{plural} in {format_size(offer.bytes_of_storages)}"

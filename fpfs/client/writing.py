@@ -137,6 +137,8 @@ def write(
         runs += [(offset, address + start, piece.bytes, index) for offset, start in piece.runs()]
     for number in share.texts:
         text = container.text_part(number)
+        if text.bytes == 0:
+            continue
         runs.append((text.offset, ctypes.addressof(memory) + text.start, text.bytes, -1))
     # Pieces of several runs may reach into each other.
     runs.sort()

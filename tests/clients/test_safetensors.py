@@ -1,7 +1,11 @@
-"""safetensors: temporary name, ftruncate to full size, writes, rename; loads map the file."""
+"""safetensors: temporary name, ftruncate to full size, writes, rename; loads map the file. And
+fpfs.save_safetensors, which writes the same files, on a mount.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fpfs
+from fpfs.testing.mounted import REPOSITORY
 from tests.support.contents import assert_same_files
+from tests.support.processes import run
 from tests.support.target import Target
 
 pytestmark = pytest.mark.clients
@@ -56,3 +63,58 @@ def test_slices_of_a_mapped_file(directory: Path) -> None:
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         part = file.get_slice("weight")[100:177, 3:]
     assert torch.equal(part, expected["weight"][100:177, 3:])
+
+
+def test_fpfs_writes_the_same_file(target: Target, directory: Path, plain: Path) -> None:
+    for seed in (5, 6):
+        expected = tensors(seed=seed)
+        save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
+        saved = fpfs.save_safetensors(
+            expected, directory / "model.safetensors", metadata={"format": "pt"}, durable=True
+        )
+        assert saved.durable
+        assert_same_files(directory / "model.safetensors", plain / "model.safetensors")
+    target.remount()
+    assert_loads(directory / "model.safetensors", tensors(seed=6))
+    assert [path.name for path in directory.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_example(target: Target, directory: Path, ranks: int) -> None:
+    example = REPOSITORY / "examples" / "safetensors_shards.py"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    words = torchrun if ranks > 1 else ()
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    printed = run(sys.executable, *words, example, directory, environment=environment)
+    assert printed == f"2 shards, written by {ranks} rank(s), loaded bit for bit\n"
+    target.remount()
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert len(index["weight_map"]) == 12
+    assert len(list(directory.iterdir())) == 3
+
+
+@pytest.mark.long
+def test_transformers_load_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=100,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    config.save_pretrained(directory)
+    for limit in (100_000, 10**9):
+        fpfs.save_safetensors(
+            model.state_dict(),
+            directory / "model.safetensors",
+            metadata={"format": "pt"},
+            max_shard_bytes=limit,
+        )
+        loaded = AutoModelForCausalLM.from_pretrained(directory)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
