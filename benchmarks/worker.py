@@ -178,21 +178,26 @@ class Commands:
         if fsync:
             self._sync(path)
 
-    def save_torch_checkpointing(self, *, path: str, direct: bool, fsync: bool) -> None:
+    def save_torch_checkpointing(
+        self, *, path: str, direct: bool, fsync: bool, by_fpfs: bool = False
+    ) -> None:
         """Save the state with Meta's library, without its background process."""
         from torch_checkpointing import CheckpointManager
         from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.storage.base_storage import StorageConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+        storage: StorageConfig = LocalFileSystemStorageConfig(use_direct_io=direct)
+        if by_fpfs:
+            from fpfs.integrations.torch_checkpointing import FpfsStorageConfig
+
+            storage = FpfsStorageConfig(durable=fsync)
         manager = CheckpointManager(
-            CheckpointManager.Config(
-                save=SyncCheckpointSaverConfig(),
-                storage_config=LocalFileSystemStorageConfig(use_direct_io=direct),
-            )
+            CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
         )
         manager.save(path, {"state": self._state})
         manager.close()
-        if fsync:
+        if fsync and not by_fpfs:
             for folder, _folders, names in os.walk(path):
                 for name in names:
                     self._sync(f"{folder}/{name}")

@@ -72,6 +72,34 @@ def _safetensors(bench: Bench) -> Iterator[Sequence[Entry]]:
         ]
 
 
+@contextlib.contextmanager
+def _torch_checkpointing(bench: Bench) -> Iterator[Sequence[Entry]]:
+    tensors = 2 * bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+        worker = stack.enter_context(bench.worker(tensors=tensors))
+        common: dict[str, Any] = {
+            "workers": [worker],
+            "total_bytes": total_bytes,
+            "command": "save_torch_checkpointing",
+            "fsync": True,
+        }
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
+
+        def limit() -> float:
+            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+
+        limit()
+        yield [
+            Contender(name="fio, overwriting", play=limit, settle=sync),
+            rotating("FpfsStorageConfig", direct=False, by_fpfs=True, **on_fpfs),
+            rotating("its own to fpfs", direct=True, **on_fpfs),
+            rotating("its own", direct=False, folder=plain, settle=sync, **common),
+        ]
+
+
 GROUPS = (
     Group(
         name="safetensors-save",
@@ -81,6 +109,16 @@ GROUPS = (
         bounds=(
             Bound(contender="fpfs.save_safetensors", peer="fio, overwriting", figure=0.85),
             Bound(contender="fpfs.save_safetensors", peer="safetensors", figure=1.5),
+        ),
+    ),
+    Group(
+        name="torch_checkpointing-save",
+        title="a checkpoint of Meta's torch_checkpointing, durable, to two directories in turn",
+        unit="GB/s",
+        open=_torch_checkpointing,
+        bounds=(
+            Bound(contender="FpfsStorageConfig", peer="fio, overwriting", figure=0.85),
+            Bound(contender="FpfsStorageConfig", peer="its own", figure=1.5),
         ),
     ),
     Group(
