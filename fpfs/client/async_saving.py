@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fpfs.client.container import lay_out
+from fpfs.client.paths import check_threads
 from fpfs.client.peers import Alone, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
@@ -96,8 +97,7 @@ class AsyncSaver:
     ) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
-        if threads is not None and (not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+        check_threads(threads)
         self._group = group
         self._plan = plan
         self._threads = threads

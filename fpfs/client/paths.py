@@ -45,6 +45,12 @@ def is_on_fpfs(path: str) -> bool:
     return entry.is_fpfs
 
 
+def check_threads(threads: int | None) -> None:
+    """Raise ValueError of what is no number of threads."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+
+
 def default_threads() -> int:
     """Return how many threads move bytes: as many as there are processors, from 2 to 8."""
     return min(THREADS_MAX, max(2, len(os.sched_getaffinity(0))))

@@ -22,6 +22,8 @@ import errno
 import fcntl
 import os
 import stat
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from fpfs.client.paths import is_on_fpfs
@@ -29,6 +31,9 @@ from fpfs.core.temporary_names import is_temporary, make_temporary
 from fpfs.core.transfers import reserve_file
 
 TRIES = 100
+LOCK_S = 60.0
+"""Files get their names within a moment."""
+POLL_S = 0.002
 
 
 class Replacement:
@@ -50,7 +55,7 @@ class Replacement:
         self._fd = -1
         try:
             former = self._stat_former()
-            _remove_left(self._directory_fd, self._name)
+            _remove_left(self._directory_fd, _of(self._name))
             self._create(0o666 if former is None else former.st_mode & 0o777)
             if former is not None:
                 self._take_attributes(former)
@@ -75,7 +80,9 @@ class Replacement:
     def commit(self, *, durable: bool) -> None:
         """Give the file its name; `durable` returns when both survive power loss."""
         self.complete(durable=durable)
-        self.take_name(durable=durable)
+        self.take_name()
+        if durable:
+            self.flush_name()
 
     def complete(self, *, durable: bool) -> None:
         """After the last byte: whoever has the name from now on has all bytes."""
@@ -85,7 +92,7 @@ class Replacement:
             # Whoever opens the name finds the file committed. Its close tells of what failed.
             self._close("_fd")
 
-    def take_name(self, *, durable: bool) -> None:
+    def take_name(self) -> None:
         """Give the file, which is complete, its name."""
         os.rename(
             self._temporary,
@@ -94,14 +101,16 @@ class Replacement:
             dst_dir_fd=self._directory_fd,
         )
         self._temporary = ""
-        if durable:
-            os.fsync(self._directory_fd)
+
+    def flush_name(self) -> None:
+        """After `take_name`: return when the name survives power loss."""
+        os.fsync(self._directory_fd)
 
     def flush(self) -> None:
         """After a commit: return when the file and its name survive power loss."""
         # Of what was closed for writing, the descriptor that has the lock is left.
         os.fsync(self._lock_fd if self._fd < 0 else self._fd)
-        os.fsync(self._directory_fd)
+        self.flush_name()
 
     def __enter__(self) -> Replacement:
         return self
@@ -182,22 +191,51 @@ class Replacement:
             os.fchmod(self._fd, mode)
 
 
-def remove_left(path: str) -> None:
+@contextlib.contextmanager
+def locked_directory(path: str) -> Iterator[None]:
+    """Let nobody else be within this, for this directory. TimeoutError after LOCK_S."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"another process has had {path} locked for {LOCK_S:.0f} s"
+                    ) from None
+            except OSError:  # a filesystem without locks
+                break
+            time.sleep(POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def remove_left(path: str, *, of: Callable[[bytes], bool] | None = None) -> None:
     """Remove what was left of `path`, absolute with links followed, by processes that are no more.
+
+    of: which temporary names are to go; None: those for `path`.
 
     Raises OSError of a directory that cannot be read.
     """
     directory, name = os.path.split(path)
     directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _remove_left(directory_fd, name)
+        _remove_left(directory_fd, of or _of(name))
     finally:
         os.close(directory_fd)
 
 
-def _remove_left(directory_fd: int, name: str) -> None:
+def _of(name: str) -> Callable[[bytes], bool]:
+    return lambda found: is_temporary(found, os.fsencode(name))
+
+
+def _remove_left(directory_fd: int, of: Callable[[bytes], bool]) -> None:
     for found in os.listdir(directory_fd):
-        if is_temporary(os.fsencode(found), os.fsencode(name)):
+        if of(os.fsencode(found)):
             # What is gone meanwhile, another user's, being written, or no file is left alone.
             with contextlib.suppress(OSError):
                 _remove_unlocked(directory_fd, found)

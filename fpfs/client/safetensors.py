@@ -10,11 +10,13 @@ Concurrency: as `save`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import math
 import os
 import re
+import stat
 import time
 import types
 from collections.abc import Iterable, Mapping
@@ -29,10 +31,12 @@ from fpfs.client.boxes import Box, Sharding
 from fpfs.client.container import Container, Record, Text
 from fpfs.client.paths import resolve
 from fpfs.client.peers import Alone, peers_of
+from fpfs.client.replacement import remove_left
 from fpfs.client.saving import LayOut, Save, Saved
 from fpfs.client.sharding import Sharded, is_dtensor, part_of
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.writing import Written
+from fpfs.core.temporary_names import target_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,6 +45,8 @@ HEADER_BYTES_MAX = 100_000_000
 """safetensors reads no longer one."""
 SHARING_WORK_MAX = 100_000
 """So much numpy tries to find an element that two tensors share; some milliseconds."""
+PAIRS_MAX = 20_000
+"""So many tensors that reach into each other are looked at; a tenth of a second."""
 ALIGNMENT = 8
 """Of the first tensor's begin."""
 
@@ -94,9 +100,10 @@ def save_safetensors(
     max_shard_bytes: a model that is larger is divided over several files, as huggingface_hub does:
         beside `path` ("model.safetensors") lie model-00001-of-00002.safetensors and so on, and
         model.safetensors.index.json names them. All of them get their names when the last one is
-        written, the index at last; what was there of the model before, in other files, is removed
-        then. Whoever is killed between two of these names, or whose power is lost, leaves shards of
-        both: an atomic directory (docs/semantics.md) has one or the other. None: one file.
+        written, the index at last, and replace files and links; what was there of the model in
+        other files is removed then. Whoever fails, is interrupted or killed between two of these
+        names, or whose power is lost, leaves some of both: an atomic directory (docs/semantics.md)
+        has one or the other. None: one file, and links are followed.
 
     Returns what was saved in all files; `path` is the index, if there is one.
 
@@ -107,31 +114,35 @@ def save_safetensors(
     lay_out: LayOut = functools.partial(lay_out_safetensors, metadata=metadata)
     peers = peers_of(group, timeout_s=timeout_s, call="save_safetensors")
     with Save(peers) as steps:
-        name = resolve(path)
-        divided = None
+        # (content, path, how it is laid out), and what is done at the end.
+        files: list[tuple[Any, str | bytes | os.PathLike[Any], LayOut]] = [(tensors, path, lay_out)]
+        remove = None
         if max_shard_bytes is not None:
-            if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-                raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}: give a number of bytes")
+            _check_limit(max_shard_bytes)
             # What cannot be saved is told before it is divided.
             _items(tensors, whole=peers.is_group)
-            divided = divide(tensors, name, max_shard_bytes)
-        finished = []
-        laid_out_s = 0.0
-        shards = {name: tensors} if divided is None else divided.tensors
-        for file, some in shards.items():
+            model = _Model.at(path)
+            divided = model.divide(tensors, max_shard_bytes)
+            if peers.rank == 0:
+                model.check_former([*divided, model.index_name])
+            remove = functools.partial(model.remove_former, kept=divided)
+            files = [
+                (
+                    content,
+                    os.path.join(model.directory, name),
+                    lay_out_text if name == model.index_name else lay_out,
+                )
+                for name, content in divided.items()
+            ]
+        finished, laid_out_s = [], 0.0
+        for number, (content, file, how) in enumerate(files, 1):
             began = time.monotonic()
-            steps.agree(some, file, None, lay_out=lay_out)
+            steps.agree(content, file, None, lay_out=how, follow=remove is None)
             laid_out_s += time.monotonic() - began
-            finished.append(steps.write(durable=durable, commit=divided is None))
-        files = list(shards)
-        if divided is not None:
-            steps.agree(divided.listing, index_of(name), None, lay_out=lay_out_text)
-            finished.append(steps.write(durable=durable))
-            files.append(steps.path)
-        if max_shard_bytes is not None:
-            steps.do_once("remove", functools.partial(remove_others, name, files, durable=durable))
+            is_last = number == len(files)
+            finished.append(steps.write(durable=durable, commit=is_last, then=remove))
     return Saved(
-        path=files[-1],
+        path=steps.path,
         bytes=sum(each.total_bytes for each in finished),
         seconds=time.monotonic() - started,
         lay_out_s=laid_out_s,
@@ -192,6 +203,8 @@ def lay_out_safetensors(
     for item in items:
         shape = list(item.shape)
         if TYPES[item.dtype] == "F4":  # torch's element is two of the format's
+            if not shape:
+                raise ValueError(f"{item.name!r} of {item.dtype} has no dimension: unsqueeze() it")
             shape[-1] *= 2
         header[item.name] = {
             "dtype": TYPES[item.dtype],
@@ -228,7 +241,7 @@ def lay_out_safetensors(
 def lay_out_text(state: bytes, *, whole: bool = False) -> Container:
     """Lay out a file of `state` alone."""
     del whole
-    text = bytearray(state)
+    text = bytearray(memoryview(state))  # of a number it would make so many zeros
     return Container(len(text), text, [Text(0, len(text), 0)], crc_places={}, tensors=[])
 
 
@@ -252,7 +265,6 @@ def _item(name: Any, tensor: Any, *, whole: bool) -> _Item:
             f"{name!r} is of type {type(tensor).__name__}: safetensors holds tensors alone; what"
             " else a checkpoint has, fpfs.save saves"
         )
-    shape = tuple(tensor.shape)
     found = part_of(tensor, name) if whole else None
     sharding: Sharding | None
     if found is not None:
@@ -267,12 +279,12 @@ def _item(name: Any, tensor: Any, *, whole: bool) -> _Item:
             raise ValueError(f"{name!r} is no dense tensor ({kind}): make it one, or use fpfs.save")
         if tensor.device.type == "meta":
             raise ValueError(f"{name!r} has no memory (it is on the device meta): leave it out")
-        sharding, box, local = None, Box((0,) * len(shape), shape), tensor
+        sharding, box, local = None, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor
     if local.dtype not in TYPES:
         raise ValueError(
             f"{name!r} is of {local.dtype}, which safetensors has not: convert it, or use fpfs.save"
         )
-    return _Item(name, local.dtype, shape, local.detach(), sharding, box)
+    return _Item(name, local.dtype, tuple(tensor.shape), local.detach(), sharding, box)
 
 
 def _check_apart(items: Iterable[_Item]) -> None:
@@ -286,9 +298,12 @@ def _check_apart(items: Iterable[_Item]) -> None:
             begin = local.data_ptr()
             spans.append((str(local.device), begin, begin + reach * local.itemsize, item))
     before: list[tuple[str, int, int, _Item]] = []
+    pairs = 0
     for span in sorted(spans, key=lambda span: span[:3]):
         before = [each for each in before if each[0] == span[0] and span[1] < each[2]]
-        for each in before:
+        pairs += len(before)
+        # Of so many views of one tensor as this, what is shared is saved twice.
+        for each in before if pairs < PAIRS_MAX else ():
             if _share_memory(each[3].local, span[3].local):
                 raise ValueError(
                     f"{each[3].name!r} and {span[3].name!r} share memory, which safetensors does"
@@ -321,6 +336,10 @@ def _addresses(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _checked(metadata: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(
+            f"metadata is a {type(metadata).__name__}: give a dictionary of texts, or None"
+        )
     found = dict(metadata)
     for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -343,70 +362,107 @@ def _encoded(header: dict[str, Any]) -> bytearray:
     return bytearray(len(content).to_bytes(8, "little") + content)
 
 
-class Shards(NamedTuple):
-    """The files that hold a model together."""
+class _Model(NamedTuple):
+    """The names that the files of one model have."""
 
-    tensors: dict[str, dict[str, Any]]
-    """By the names of files, those of one by their names."""
-    listing: bytes
-    """The index: which tensor is in which file, as Hugging Face's libraries read it."""
+    directory: str
+    """Absolute, links followed; those of the files are not, which are replaced themselves."""
+    base: str
+    """Of the one file, or what the names of shards are made of."""
+
+    @staticmethod
+    def at(path: str | bytes | os.PathLike[Any]) -> _Model:
+        """Of `path`. Raises what `resolve` raises, and IsADirectoryError of a name that is none."""
+        resolve(path)
+        directory, base = os.path.split(os.path.abspath(os.fsdecode(path)))
+        if not base:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), directory)
+        return _Model(os.path.realpath(directory), base)
+
+    @property
+    def index_name(self) -> str:
+        """Says which tensor is in which shard."""
+        return f"{self.base}.index.json"
+
+    def divide(self, tensors: Mapping[str, Any], shard_bytes: int) -> dict[str, Any]:
+        """What goes to which file, in order: tensors, and the index as bytes if there are several.
+
+        As huggingface_hub divides: in order; a tensor that is larger has a file of its own.
+        """
+        full: list[dict[str, Any]] = []
+        current: dict[str, Any] = {}
+        current_bytes = total_bytes = 0
+        for name, tensor in tensors.items():
+            size = tensor.numel() * tensor.itemsize
+            total_bytes += size
+            if size > shard_bytes:
+                full.append({name: tensor})
+                continue
+            if current_bytes + size > shard_bytes:
+                full.append(current)
+                current, current_bytes = {}, 0
+            current[name] = tensor
+            current_bytes += size
+        full += [current] if current else []
+        if len(full) <= 1:
+            return {self.base: tensors}
+        stem, ending = os.path.splitext(self.base)
+        files: dict[str, Any] = {
+            f"{stem}-{number:05d}-of-{len(full):05d}{ending}": shard
+            for number, shard in enumerate(full, 1)
+        }
+        places = {name: file for file, shard in files.items() for name in shard}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+        files[self.index_name] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+        return files
+
+    def has(self, name: str) -> bool:
+        """Whether a file of that name is this model's, in one file or in many."""
+        stem, ending = os.path.splitext(self.base)
+        shard = rf"{re.escape(stem)}-[0-9]{{5}}-of-[0-9]{{5}}{re.escape(ending)}"
+        return name in (self.base, self.index_name) or bool(re.fullmatch(shard, name, re.DOTALL))
+
+    def check_former(self, names: Iterable[str]) -> None:
+        """Raise OSError of what is no file that may be replaced or removed: in `names`, or former.
+
+        Before anything is written.
+        """
+        folder, user = os.stat(self.directory), os.geteuid()
+        others = folder.st_mode & stat.S_ISVTX and user not in (0, folder.st_uid)
+        for name in {*names, *filter(self.has, os.listdir(self.directory))}:
+            path = os.path.join(self.directory, name)
+            try:
+                found = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            mode = found.st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+                raise OSError(errno.EINVAL, "not a regular file: remove it first", path)
+            if stat.S_ISREG(mode) and not os.access(path, os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            if others and user != found.st_uid:
+                raise PermissionError(errno.EPERM, "another user's, in a sticky directory", path)
+
+    def remove_former(self, kept: Iterable[str]) -> None:
+        """Remove the files that held the model before, and what killed saves of it have left."""
+        former = set(filter(self.has, os.listdir(self.directory))).difference(kept)
+        # The index first: it names the others.
+        for name in sorted(former, key=lambda name: name != self.index_name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.directory, name))
+
+        def is_left(found: bytes) -> bool:
+            target = target_of(found)
+            return target is not None and self.has(os.fsdecode(target))
+
+        remove_left(os.path.join(self.directory, self.base), of=is_left)
 
 
-def index_of(path: str) -> str:
-    """The name of the index of the shards of `path`."""
-    return f"{path}.index.json"
-
-
-def divide(tensors: Mapping[str, Any], path: str, max_shard_bytes: int) -> Shards | None:
-    """Divide tensors over files of about `max_shard_bytes`; None: they are for one file.
-
-    As huggingface_hub does: in order; a tensor that is larger has a file of its own.
-    """
-    full: list[dict[str, Any]] = []
-    current: dict[str, Any] = {}
-    current_bytes = total_bytes = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.itemsize
-        total_bytes += size
-        if size > max_shard_bytes:
-            full.append({name: tensor})
-            continue
-        if current_bytes + size > max_shard_bytes:
-            full.append(current)
-            current, current_bytes = {}, 0
-        current[name] = tensor
-        current_bytes += size
-    full += [current] if current else []
-    if len(full) <= 1:
-        return None
-    stem, ending = os.path.splitext(path)
-    files = {
-        f"{stem}-{number:05d}-of-{len(full):05d}{ending}": shard
-        for number, shard in enumerate(full, 1)
-    }
-    places = {name: os.path.basename(file) for file, shard in files.items() for name in shard}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    return Shards(files, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def remove_others(path: str, kept: Iterable[str], *, durable: bool) -> None:
-    """Remove the files that held the model of `path` before: what is not in `kept`."""
-    directory, base = os.path.split(path)
-    stem, ending = os.path.splitext(base)
-    shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(ending)}")
-    names = {os.path.basename(name) for name in kept}
-    # The index first: it names the others.
-    of_model = [index_of(base), base, *sorted(filter(shard.fullmatch, os.listdir(directory)))]
-    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in of_model:
-            if name not in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=directory_fd)
-        if durable:
-            os.fsync(directory_fd)
-    finally:
-        os.close(directory_fd)
+def _check_limit(max_shard_bytes: Any) -> None:
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}: give a number of bytes")
 
 
 __all__ = ["lay_out_safetensors", "save_safetensors"]

@@ -27,7 +27,7 @@ from fpfs.client.paths import default_threads, resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
-from fpfs.client.replacement import Replacement, remove_left
+from fpfs.client.replacement import Replacement, locked_directory, remove_left
 from fpfs.client.snapshot import Memory, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
@@ -213,9 +213,13 @@ class Save:
         plan: Plan | None,
         *,
         lay_out: LayOut = lay_out,
+        follow: bool = True,
     ) -> None:
-        """Lay out the file, make sure that all ranks save the same, and know who writes what."""
-        self.path = resolve(path)
+        """Lay out the file, make sure that all ranks save the same, and know who writes what.
+
+        follow: links; otherwise `path` is absolute, and what is there is replaced itself.
+        """
+        self.path = resolve(path) if follow else os.fsdecode(path)
         self._paths.append(self.path)
         container = lay_out(state, whole=self._peers.is_group)
         self._planning = Planning(container, self._peers, plan)
@@ -269,11 +273,20 @@ class Save:
         """Copy what `snapshot` has left."""
         copy_rest(self._uncopied)
 
-    def write(self, *, durable: bool, threads: int | None = None, commit: bool = True) -> Finished:
+    def write(
+        self,
+        *,
+        durable: bool,
+        threads: int | None = None,
+        commit: bool = True,
+        then: Callable[[], object] | None = None,
+    ) -> Finished:
         """Write this rank's share; returns when all have written, and the file has its name.
 
         threads: how many write. None: this rank's share of as many as there are processors.
         commit: give the file its name, and all those that have been written without.
+        then: what rank 0 does when they have their names, before other saves that have a `then`
+            give names in this directory.
         """
         started = time.monotonic()
         addresses = {number: self._offered.addresses[number] for number in self._plan.gathered}
@@ -289,7 +302,7 @@ class Save:
             written = self._write_rest(parts)
             seconds = time.monotonic() - started
             if commit:
-                self._commit(durable=durable)
+                self._commit(durable=durable, then=then)
             finished = Finished(self._container.bytes, seconds, written)
             return [finished] * len(parts)
 
@@ -302,9 +315,13 @@ class Save:
             for file in self._files:
                 file.flush()
 
-        self.do_once("flush", flush)
+        self._do_once("flush", flush)
 
-    def do_once(self, step: str, action: Callable[[], object]) -> None:
+    def commit(self, *, durable: bool) -> None:
+        """Give the files, which have been written, their names."""
+        self._do_once("commit", lambda: self._commit(durable=durable, then=None))
+
+    def _do_once(self, step: str, action: Callable[[], object]) -> None:
         """Rank 0 does it; returns when it has."""
 
         def do(ranks: list[None]) -> list[None]:
@@ -313,12 +330,20 @@ class Save:
 
         self._peers.exchange(step, None, do, of=type(None))
 
-    def _commit(self, *, durable: bool) -> None:
+    def _commit(self, *, durable: bool, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
         for file in self._files:
             file.complete(durable=durable)
-        for file in self._files:
-            file.take_name(durable=durable)
+        with contextlib.ExitStack() as stack:
+            if then is not None:
+                stack.enter_context(locked_directory(os.path.dirname(self.path)))
+            for file in self._files:
+                file.take_name()
+            if then is not None:
+                then()
+            if durable:
+                for file in self._files:
+                    file.flush_name()
 
     def _make_file(self, ranks: list[Located]) -> list[Task]:
         """Rank 0: make the file, with room for all of it, and tell where everything is."""

@@ -19,14 +19,21 @@ def make_temporary(name: bytes) -> bytes:
     return PREFIX + secrets.token_hex(_TOKEN_DIGITS // 2).encode() + _tail(name)
 
 
+def target_of(found: bytes) -> bytes | None:
+    """Return the name that `found` is a temporary one for, or its end if it is long; None: none."""
+    token = rb"[0-9a-f]{%d}" % _TOKEN_DIGITS
+    match = re.fullmatch(re.escape(PREFIX) + token + rb"\.(.+)", found, re.DOTALL)
+    return match[1] if match else None
+
+
 def is_temporary(found: bytes, name: bytes) -> bool:
     """Whether `found` is a temporary name for `name`."""
-    token = rb"[0-9a-f]{%d}" % _TOKEN_DIGITS
-    return bool(re.fullmatch(re.escape(PREFIX) + token + re.escape(_tail(name)), found, re.DOTALL))
+    target = target_of(found)
+    return target is not None and b"." + target == _tail(name)
 
 
 def _tail(name: bytes) -> bytes:
     return b"." + name[-(_NAME_BYTES_MAX - len(PREFIX) - _TOKEN_DIGITS - 1) :]
 
 
-__all__ = ["PREFIX", "is_temporary", "make_temporary"]
+__all__ = ["PREFIX", "is_temporary", "make_temporary", "target_of"]

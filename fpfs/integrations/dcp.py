@@ -54,7 +54,7 @@ from fpfs.client.boxes import Box
 from fpfs.client.container import Container
 from fpfs.client.filling import Filling, check_archive, read
 from fpfs.client.loading import ParallelFile
-from fpfs.client.paths import default_threads, is_on_fpfs, resolve
+from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, resolve
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement
 from fpfs.client.sharding import is_dtensor
@@ -93,8 +93,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         overwrite: bool = True,
     ) -> None:
         super().__init__()
-        if threads is not None and (not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+        check_threads(threads)
         self._path = None if path is None else resolve(path)
         self._threads = threads
         self._durable = durable

@@ -16,8 +16,10 @@ process that trains or in one that torch_checkpointing has started.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import io
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ from torch_checkpointing.storage.filesystem import (
 
 from fpfs.client.container import lay_out
 from fpfs.client.loading import ParallelFile
-from fpfs.client.paths import is_on_fpfs, resolve
+from fpfs.client.paths import check_threads, is_on_fpfs, resolve
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import lay_out_text
 from fpfs.client.saving import LayOut, Save
@@ -50,6 +52,9 @@ class FpfsStorageConfig(StorageConfig):
 
     durable: bool = True
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
 
     def create_storage(self) -> FpfsStorage:
         """Return one, as torch_checkpointing asks for it, in whichever process."""
@@ -84,13 +89,17 @@ class FpfsStorage(LocalFileSystemStorage):
 
     def write(self, path: Path, data: Any) -> None:
         """Write a file of `data`."""
-        self.save(data, path, lay_out_text)
+        with self.saving(path, data, lay_out_text):
+            pass
 
-    def save(self, data: Any, path: Path, lay_out: LayOut) -> int:
-        """Write a file, whole or not at all; returns its bytes."""
+    @contextlib.contextmanager
+    def saving(self, path: Path, data: Any, lay_out: LayOut) -> Iterator[int]:
+        """Write a file, which gets its name at the end of this; gives its bytes."""
         with Save(ALONE) as steps:
             steps.agree(data, path, None, lay_out=lay_out)
-            return steps.write(durable=self._durable, threads=self._threads).total_bytes
+            written = steps.write(durable=self._durable, threads=self._threads, commit=False)
+            yield written.total_bytes
+            steps.commit(durable=self._durable)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Make a directory, if it is not there; and those above it."""
@@ -123,11 +132,14 @@ class _Stream(io.RawIOBase):
         self._storage = storage
         self._at = 0
         self._skipping = contextlib.ExitStack()
-        self._saving: Future[int] | None = None
+        self._saving = storage.saving(path, data, lay_out)
+        self._saved: Future[int] | None = None
 
     def __enter__(self) -> _Stream:
         executor = ThreadPoolExecutor(1, thread_name_prefix="fpfs-save")
-        self._saving = executor.submit(self._storage.save, self._data, self._path, lay_out)
+        # torch's settings are the context's.
+        context = contextvars.copy_context()
+        self._saved = executor.submit(context.run, self._saving.__enter__)
         executor.shutdown(wait=False)
         return self
 
@@ -138,14 +150,18 @@ class _Stream(io.RawIOBase):
         trace: TracebackType | None,
     ) -> None:
         self._skipping.close()
-        assert self._saving is not None
-        saved_bytes = self._saving.result()
         self.close()
-        if error is None and saved_bytes != self._at:
-            raise RuntimeError(
-                f"{self._path} has {saved_bytes} bytes, and torch.save would have written"
-                f" {self._at}: was the state changed while it was saved?"
-            )
+        assert self._saved is not None
+        with contextlib.ExitStack() as stack:
+            saved_bytes = self._saved.result()
+            stack.push(self._saving)
+            if error is not None:
+                raise error
+            if saved_bytes != self._at:
+                raise RuntimeError(
+                    f"{self._path} would have {saved_bytes} bytes, and by torch.save"
+                    f" {self._at}: was the state changed while it was saved?"
+                )
 
     def write(self, content: Any) -> int:
         if self._at == 0:

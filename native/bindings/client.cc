@@ -80,10 +80,16 @@ Strips to_native(const StripTuples& strips) {
   return made.take();
 }
 
+// Nobody would move anything, and nothing would have failed.
+void check_threads(uint32_t threads) {
+  if (threads == 0) throw nb::value_error("threads is 0: give a number from 1");
+}
+
 std::unique_ptr<Transfer<PieceWriter>> write_pieces(const Pieces& pieces, const Places& places,
                                                     const StripTuples& strips, nb::object owners,
                                                     int fd, uint64_t request_bytes,
                                                     uint32_t threads) {
+  check_threads(threads);
   std::vector<CrcPlace> native_places;
   native_places.reserve(places.size());
   for (const auto& [offset, piece] : places) native_places.push_back({offset, piece});
@@ -98,6 +104,7 @@ std::unique_ptr<Transfer<PieceWriter>> write_pieces(const Pieces& pieces, const 
 
 std::unique_ptr<Transfer<PieceReader>> read_pieces(const Pieces& pieces, nb::object owners, int fd,
                                                    uint64_t request_bytes, uint32_t threads) {
+  check_threads(threads);
   auto transfer = std::make_unique<Transfer<PieceReader>>(std::move(owners), fd);
   const PieceReaderConfig config{
       .fd = transfer->fd.get(), .request_bytes = request_bytes, .threads = threads};

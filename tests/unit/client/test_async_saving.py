@@ -398,4 +398,4 @@ def save_differently(path: str) -> None:
 
 def test_states_that_differ_are_found_at_once(forks: Worlds, path: Path) -> None:
     for outcome in forks.start(2, save_differently, path).outcomes():
-        assert "RankFailed: rank 1: saves 1 tensors in 44 B, and rank 0" in str(outcome.error)
+        assert "RankFailed: rank 1: saves 1 tensor in 44 B, and rank 0" in str(outcome.error)

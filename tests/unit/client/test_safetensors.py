@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,13 +24,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fpfs import client
 from fpfs.client import planning, safetensors, save_safetensors, saving
+from fpfs.core.temporary_names import make_temporary
 from tests.support.ranks import Worlds
-from tests.support.states import DTYPES, Named, random_tensor
+from tests.support.states import DTYPES, Named, odd_state, random_tensor
 
 # torch's own, of types that it is not done with.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 METADATA = {"format": "pt"}
+NOBODY = 65534
 KNOWN = tuple(dtype for dtype in DTYPES if dtype in safetensors.TYPES)
 
 
@@ -146,6 +149,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "sparse": ({"a": torch.eye(3).to_sparse()}, ValueError, "'a' is no dense tensor"),
     "meta": ({"a": torch.empty(3, device="meta")}, ValueError, "'a' has no memory"),
     "complex": ({"a": BASE.to(torch.complex128)}, ValueError, "is of torch.complex128"),
+    "nested": ({"a": odd_state()["nested"]}, ValueError, "'a' is no dense tensor"),
+    "float4": (
+        {"a": torch.ones(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]},
+        ValueError,
+        "'a' of torch.float4_e2m1fn_x2 has no dimension",
+    ),
     "subclass": ({"a": BASE.as_subclass(Named)}, ValueError, r"'a' is no dense tensor \(Named\)"),
 }
 
@@ -161,9 +170,10 @@ def test_what_cannot_be_saved(path: Path, kind: str, limit: int | None) -> None:
     assert contents(path.parent) == {path.name: b"as before"}
 
 
-def test_metadata_that_is_no_text(path: Path) -> None:
-    with pytest.raises(TypeError, match=r"metadata has 'step': 3: safetensors has texts alone"):
-        save_safetensors({}, path, metadata={"step": 3})  # type: ignore[dict-item]
+@pytest.mark.parametrize("metadata", [{"step": 3}, {3: "step"}, ["a"], "abc", 5])
+def test_metadata_that_are_no_texts(path: Path, metadata: Any) -> None:
+    with pytest.raises(TypeError, match=r"metadata (has .*: safetensors has texts alone|is a )"):
+        save_safetensors({}, path, metadata=metadata)
     assert os.listdir(path.parent) == []
 
 
@@ -242,11 +252,16 @@ def test_what_was_there_of_the_model_goes(tmp_path: Path) -> None:
 
 
 def in_the_way(folder: Path) -> Iterator[None]:
-    """The index cannot be written."""
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "model.safetensors.index.json").mkdir()
+    """What is at the one file's name, where nothing is written, cannot be removed."""
+    (folder / "model.safetensors").mkdir()
     yield
-    (folder / "model.safetensors.index.json").rmdir()
+    (folder / "model.safetensors").rmdir()
+
+
+def no_file(folder: Path) -> Iterator[None]:
+    os.mkfifo(folder / "model-00009-of-00009.safetensors")
+    yield
+    (folder / "model-00009-of-00009.safetensors").unlink()
 
 
 def files_may_not_be_large(folder: Path) -> Iterator[None]:
@@ -258,14 +273,13 @@ def files_may_not_be_large(folder: Path) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("obstacle", [in_the_way, files_may_not_be_large])
+@pytest.mark.parametrize("obstacle", [in_the_way, no_file, files_may_not_be_large])
 def test_a_failure_leaves_the_former_shards(
     tmp_path: Path, obstacle: Callable[[Path], Iterator[None]]
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_safetensors(sizes_to_tensors([3000, 3000, 3000]), path, max_shard_bytes=3000)
-    gone = {"model.safetensors.index.json"} if obstacle is in_the_way else set()
-    before = {name: text for name, text in contents(tmp_path).items() if name not in gone}
+    before = contents(tmp_path)
     tensors = {name: tensor + 1 for name, tensor in sizes_to_tensors([3000, 7000, 3000]).items()}
     steps = obstacle(tmp_path)
     next(steps)
@@ -283,10 +297,10 @@ def test_shards_get_their_names_together(tmp_path: Path, monkeypatch: pytest.Mon
     seen = []
     takes_name = saving.Replacement.take_name
 
-    def look(self: saving.Replacement, *, durable: bool) -> None:
+    def look(self: saving.Replacement) -> None:
         if not seen:
             seen.append({name: text for name, text in contents(tmp_path).items() if name in before})
-        takes_name(self, durable=durable)
+        takes_name(self)
 
     monkeypatch.setattr(saving.Replacement, "take_name", look)
     changed = {name: tensor + 1 for name, tensor in sizes_to_tensors([30, 30]).items()}
@@ -295,11 +309,92 @@ def test_shards_get_their_names_together(tmp_path: Path, monkeypatch: pytest.Mon
     assert contents(tmp_path) != before
 
 
-@pytest.mark.parametrize("limit", [0, -1, "5GB", 1.5])
+@pytest.mark.parametrize("limit", [0, -1, "5GB", 1.5, True])
 def test_limits_that_are_none(path: Path, limit: Any) -> None:
     with pytest.raises(ValueError, match="give a number of bytes"):
         save_safetensors(model(), path, max_shard_bytes=limit)
     assert os.listdir(path.parent) == []
+
+
+@pytest.mark.root
+def test_files_that_may_not_be_written_stay() -> None:
+    """A directory that everybody may write to lets them be renamed over and removed."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        folder = Path(name)
+        save_safetensors(sizes_to_tensors([30, 30]), folder / "m.st", max_shard_bytes=30)
+        before = contents(folder)
+        # In a sticky one they may not, whoever may write to them.
+        for mode, of_files in ((0o777, 0o644), (0o1777, 0o666)):
+            folder.chmod(mode)
+            for path in folder.iterdir():
+                path.chmod(of_files)
+            os.seteuid(NOBODY)
+            try:
+                for sizes in ([30, 30], [30]):
+                    with pytest.raises(PermissionError, match=r"m.*\.st"):
+                        save_safetensors(
+                            sizes_to_tensors(sizes), folder / "m.st", max_shard_bytes=30
+                        )
+            finally:
+                os.seteuid(0)
+            assert contents(folder) == before
+
+
+def test_links_are_replaced(tmp_path: Path) -> None:
+    """As in a cache of Hugging Face, whose blobs others have, too."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    save_safetensors(sizes_to_tensors([30, 30]), blobs_of(blobs) / "m.st", max_shard_bytes=30)
+    before = contents(blobs)
+    folder.mkdir()
+    for name in before:
+        (folder / name).symlink_to(blobs / name)
+    (tmp_path / "linked").symlink_to(folder)
+    path = tmp_path / "linked" / "m.st"
+    save_safetensors(sizes_to_tensors([30, 30, 30]), path, max_shard_bytes=30)
+    assert contents(blobs) == before
+    assert not any(each.is_symlink() for each in folder.iterdir())
+    assert len(contents(folder)) == 4
+    path.symlink_to(blobs / "m.st.index.json")
+    save_safetensors(sizes_to_tensors([20]), path, max_shard_bytes=30)
+    assert contents(blobs) == before
+    assert contents(folder).keys() == {"m.st"}
+
+
+def blobs_of(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_what_killed_saves_have_left_goes(tmp_path: Path) -> None:
+    """Also of shards that there are no more."""
+    for name in (b"model.safetensors", b"model-00002-of-00007.safetensors", b"model-1.safetensors"):
+        (tmp_path / os.fsdecode(make_temporary(name))).write_bytes(b"left")
+    save_safetensors(model(), tmp_path / "model.safetensors", max_shard_bytes=10**9)
+    others = sorted(path.name for path in tmp_path.iterdir() if path.name != "model.safetensors")
+    assert len(others) == 1
+    assert others[0].endswith(".model-1.safetensors")
+
+
+def test_two_at_once_are_one_or_the_other(tmp_path: Path) -> None:
+    """Models of two and of three shards, at one path, over and over."""
+
+    def save(shards: int) -> None:
+        tensors = sizes_to_tensors([30] * shards)
+        save_safetensors(tensors, tmp_path / "model.safetensors", max_shard_bytes=30)
+
+    for _ in range(40):
+        threads = [threading.Thread(target=save, args=[shards]) for shards in (2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(load_sharded(tmp_path)) == len(os.listdir(tmp_path)) - 1
+
+
+def test_many_views_of_one_tensor(path: Path) -> None:
+    base = torch.arange(900.0**2).reshape(900, 900)
+    save_safetensors({str(number): base[:, number] for number in range(900)}, path)
+    assert torch.equal(load_file(path)["7"], base[:, 7])
 
 
 # --- beside training ---

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.serialization import config
 from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.checkpoint_layout import (
     JsonSerialization,
@@ -165,6 +166,31 @@ def test_a_state_that_changes_its_shape_meanwhile(tmp_path: Path) -> None:
         storage.get_write_stream(tmp_path / "f", torch.ones(3)) as stream,
     ):
         torch.save(torch.ones(300), stream)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "two"])
+def test_threads_that_are_none(threads: Any) -> None:
+    with pytest.raises(ValueError, match="give a number from 1, or None"):
+        FpfsStorageConfig(threads=threads)
+
+
+def test_settings_of_torch_hold(tmp_path: Path) -> None:
+    """They are the calling thread's."""
+    storage, tensor = FpfsStorageConfig().create_storage(), torch.ones(3)
+    with (
+        config.patch("save.storage_alignment", 4096),
+        storage.get_write_stream(tmp_path / "f", tensor) as stream,
+    ):
+        torch.save(tensor, stream)
+    assert (tmp_path / "f").stat().st_size > 4096
+    assert torch.equal(torch.load(tmp_path / "f"), tensor)
+
+
+def test_what_is_no_content(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="int"):
+        FpfsStorageConfig().create_storage().write(tmp_path / "f", 5)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_stream_that_is_left_by_an_error(tmp_path: Path) -> None:
@@ -176,6 +202,7 @@ def test_a_stream_that_is_left_by_an_error(tmp_path: Path) -> None:
     ):
         torch.save(torch.ones(3), stream)
         raise KeyError("own")
+    assert os.listdir(tmp_path) == []
     buffer = io.BytesIO()
     torch.save(torch.ones(3), buffer)
     buffer.seek(0)
