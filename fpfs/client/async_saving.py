@@ -15,10 +15,10 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fpfs.client.container import lay_out
 from fpfs.client.paths import check_threads
@@ -66,6 +66,14 @@ class Saving:
         elif self.staged.done():
             state = "staged"
         return f"<Saving {self.path}: {state}>"
+
+
+class FileToSave(NamedTuple):
+    """A file, of several that are saved together."""
+
+    state: Any
+    path: str | bytes | os.PathLike[Any]
+    lay_out: LayOut = lay_out
 
 
 class AsyncSaver:
@@ -123,7 +131,7 @@ class AsyncSaver:
         is closed; and what `fpfs.save` raises before it writes. What it raises later is in
         `Saving`.
         """
-        return self._save(state, path, lay_out)
+        return self.save_files([FileToSave(state, path)])
 
     def save_safetensors(
         self,
@@ -136,9 +144,16 @@ class AsyncSaver:
 
         Otherwise as `save`. Tensors that are not contiguous are copied once more, by this call.
         """
-        return self._save(tensors, path, functools.partial(lay_out_safetensors, metadata=metadata))
+        how = functools.partial(lay_out_safetensors, metadata=metadata)
+        return self.save_files([FileToSave(tensors, path, how)])
 
-    def _save(self, state: Any, path: str | bytes | os.PathLike[Any], lay_out: LayOut) -> Saving:
+    def save_files(self, files: Sequence[FileToSave]) -> Saving:
+        """Begin to save several files, one or more, which get their names together, in order.
+
+        Otherwise as `save`. `Saving` has the last one's path, and the bytes of all.
+        """
+        if not files:
+            raise ValueError("there is no file to save")
         if self._executor is None:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
@@ -149,7 +164,8 @@ class AsyncSaver:
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
         entered = [(steps, held)]
         try:
-            steps.agree(state, path, self._plan, lay_out=lay_out)
+            for file in files:
+                steps.agree(file.state, file.path, self._plan, lay_out=file.lay_out)
             steps.snapshot(self._memory, later=held)
             self._last = Saving(steps.path, stall_s=time.monotonic() - started)
             self._updates.saving = self._last
@@ -257,4 +273,4 @@ def _write_and_tell(saving: Saving, entered: list[tuple[Save, Held]], threads: i
     saving.durable.set_result(saved._replace(seconds=seconds, durable=True))
 
 
-__all__ = ["AsyncSaver", "Saving"]
+__all__ = ["AsyncSaver", "FileToSave", "Saving"]

@@ -35,7 +35,6 @@ from fpfs.client.replacement import remove_left
 from fpfs.client.saving import LayOut, Save, Saved
 from fpfs.client.sharding import Sharded, is_dtensor, part_of
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.client.writing import Written
 from fpfs.core.temporary_names import target_of
 
 if TYPE_CHECKING:
@@ -134,38 +133,19 @@ def save_safetensors(
                 )
                 for name, content in divided.items()
             ]
-        finished, laid_out_s = [], 0.0
-        for number, (content, file, how) in enumerate(files, 1):
-            began = time.monotonic()
+        for content, file, how in files:
             steps.agree(content, file, None, lay_out=how, follow=remove is None)
-            laid_out_s += time.monotonic() - began
-            is_last = number == len(files)
-            finished.append(steps.write(durable=durable, commit=is_last, then=remove))
+        laid_out = time.monotonic()
+        finished = steps.write(durable=durable, then=remove)
     return Saved(
         path=steps.path,
-        bytes=sum(each.total_bytes for each in finished),
+        bytes=finished.total_bytes,
         seconds=time.monotonic() - started,
-        lay_out_s=laid_out_s,
-        write_s=sum(each.write_s for each in finished),
+        lay_out_s=laid_out - started,
+        write_s=finished.write_s,
         durable=durable,
-        written=_together([each for file in finished for each in file.written]),
+        written=finished.written,
     )
-
-
-def _together(written: Iterable[Written]) -> tuple[Written, ...]:
-    """What each rank has written of all files."""
-    found: dict[int, Written] = {}
-    for each in written:
-        if each.rank not in found:
-            found[each.rank] = each
-            continue
-        before = found[each.rank]
-        found[each.rank] = before._replace(
-            bytes=before.bytes + each.bytes,
-            seconds=before.seconds + each.seconds,
-            copied_bytes=before.copied_bytes + each.copied_bytes,
-        )
-    return tuple(found[rank] for rank in sorted(found))
 
 
 class _Item(NamedTuple):

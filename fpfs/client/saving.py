@@ -13,9 +13,10 @@ may be wrong; it must not be resized, shared or freed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,7 +29,7 @@ from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
-from fpfs.client.snapshot import Memory, Uncopied, copy_rest
+from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
 from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
@@ -158,27 +159,68 @@ class LayOut(Protocol):
         """As `lay_out`."""
 
 
+class _File:
+    """A file of a save, laid out and agreed on."""
+
+    def __init__(
+        self, path: str, container: Container, planning: Planning, plan: Plan, offered: Offered
+    ) -> None:
+        self.path = path
+        """Links followed."""
+        self.container = container
+        self.planning = planning
+        self.plan = plan
+        self.offered = offered
+        self.uncopied: Uncopied = []
+        self.replacement: Replacement | None = None
+        """Rank 0's, from when it is written on."""
+        self.is_written = False
+
+    def make(self, ranks: list[Located]) -> list[Task]:
+        """Rank 0: make the file, with room for all of it, and tell where everything is."""
+        self.replacement = Replacement(self.path)
+        self.replacement.reserve(self.container.bytes)
+        path = os.fsencode(self.replacement.temporary_path)
+        tasks = []
+        for rank in range(len(ranks)):
+            sources = {}
+            if self.plan.gathered:
+                own = set(self.plan.share(rank).table[:, 2].tolist())
+                for number in own.intersection(self.plan.gathered):
+                    sources[number] = [
+                        Source(holder, ranks[holder].pid, ranks[holder].addresses[number])
+                        for holder in self.planning.holders(number, nearest=rank)
+                    ]
+            tasks.append(Task(path, sources))
+        return tasks
+
+    def write_rest(self, parts: list[Done]) -> tuple[Written, ...]:
+        """Rank 0: write what had to wait for all CRC32s."""
+        assert self.replacement is not None
+        rest = rest_of(self.plan.rest, [part.crcs for part in parts], self.container)
+        write(rest, self.container, fd=self.replacement.fd, threads=1)
+        rest_bytes = sum(self.container.text_part(number).bytes for number in rest.texts)
+        own = parts[0].written
+        parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
+        return tuple(part.written for part in parts if part.written.bytes > 0)
+
+
 class Save:
     """A save, step by step. As a context: what is begun and not finished is undone.
 
     All ranks of the group do each step, which raises as `save`. A step may be another thread's than
-    the one before. Several files that get their names together are agreed on and written one after
-    the other.
+    the one before. Several files may be agreed on, before the first is written or later; they get
+    their names together.
     """
-
-    path = ""
-    """The file, links followed; after `agree`."""
-    _container: Container
-    _planning: Planning
-    _offered: Offered
-    _plan: Plan
-    _uncopied: Uncopied
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._files: list[Replacement] = []
-        """Rank 0's, the last one being written."""
-        self._paths: list[str] = []
+        self._files: list[_File] = []
+
+    @property
+    def path(self) -> str:
+        """The last file that was agreed on; "": there is none."""
+        return self._files[-1].path if self._files else ""
 
     def __enter__(self) -> Save:
         self._peers.__enter__()
@@ -195,13 +237,13 @@ class Save:
             if error is not None:
                 # First, or ranks that come late would only find that there is no file.
                 self._peers.tell(error)
-            for file in self._files:
-                stack.callback(file.discard)
+            for replacement in self._replacements:
+                stack.callback(replacement.discard)
             if isinstance(error, RankFailed) and error.rank == 0 and error.gone:
                 # It made the files, and would have removed them. The mount may have gone with it.
-                for path in self._paths:
+                for file in self._files:
                     with contextlib.suppress(OSError):
-                        remove_left(path)
+                        remove_left(file.path)
             if isinstance(error, OSError) and error.filename is None and self.path:
                 # What fails for a descriptor does not know the name.
                 error.filename = self.path
@@ -215,24 +257,23 @@ class Save:
         lay_out: LayOut = lay_out,
         follow: bool = True,
     ) -> None:
-        """Lay out the file, make sure that all ranks save the same, and know who writes what.
+        """Lay out a file, make sure that all ranks save the same, and know who writes what.
 
         follow: links; otherwise `path` is absolute, and what is there is replaced itself.
         """
-        self.path = resolve(path) if follow else os.fsdecode(path)
-        self._paths.append(self.path)
+        name = resolve(path) if follow else os.fsdecode(path)
         container = lay_out(state, whole=self._peers.is_group)
-        self._planning = Planning(container, self._peers, plan)
-        self._offered = Offered(container)
+        planning = Planning(container, self._peers, plan)
+        offered = Offered(container)
         offer = _Offer(
-            path=os.fsencode(self.path),
+            path=os.fsencode(name),
             tensors=len(container.tensors),
-            bytes_of_storages=int(self._planning.records.sizes.sum()),
-            records=self._planning.records.digest,
+            bytes_of_storages=int(planning.records.sizes.sum()),
+            records=planning.records.digest,
             layout=container.layout_digest(),
-            plan=self._planning.digest,
+            plan=planning.digest,
             process=Process.own(),
-            addresses=self._offered.addresses,
+            addresses=offered.addresses,
         )
 
         def agree(offers: list[_Offer]) -> list[_Agreed]:
@@ -249,29 +290,30 @@ class Save:
             ]
 
         agreed = self._peers.exchange("offer", offer, agree, of=_Agreed)
-        records = self._planning.records
+        records = planning.records
         if agreed.layout is not None:
             container = container.laid_out_as(agreed.layout)
             records = container.records()
-        self._container = container
-        self._plan = self._planning.plan(records, gathers=agreed.gathers)
+        chosen = planning.plan(records, gathers=agreed.gathers)
+        self._files.append(_File(name, container, planning, chosen, offered))
 
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
 
         later: what `finish_snapshot` is to copy.
         """
-        self._container, self._uncopied = memory.copy(
-            self._container,
-            self._plan.share(self._peers.rank),
-            whole=self._plan.gathered,
-            later=later,
-        )
-        self._offered = Offered(self._container, self._plan.gathered)
+        parts = [
+            Part(file.container, file.plan.share(self._peers.rank), file.plan.gathered)
+            for file in self._files
+        ]
+        for file, copied in zip(self._files, memory.copy(parts, later=later), strict=True):
+            file.container, file.uncopied = copied
+            file.offered = Offered(file.container, file.plan.gathered)
 
     def finish_snapshot(self) -> None:
         """Copy what `snapshot` has left."""
-        copy_rest(self._uncopied)
+        for file in self._files:
+            copy_rest(file.uncopied)
 
     def write(
         self,
@@ -281,45 +323,43 @@ class Save:
         commit: bool = True,
         then: Callable[[], object] | None = None,
     ) -> Finished:
-        """Write this rank's share; returns when all have written, and the file has its name.
+        """Write this rank's share of what was agreed on; returns when all ranks have written.
 
         threads: how many write. None: this rank's share of as many as there are processors.
-        commit: give the file its name, and all those that have been written without.
+        commit: give all files their names, too, also those that were written before.
         then: what rank 0 does when they have their names, before other saves that have a `then`
             give names in this directory.
         """
-        started = time.monotonic()
-        addresses = {number: self._offered.addresses[number] for number in self._plan.gathered}
-        located = Located(os.getpid(), addresses)
-        task = self._peers.exchange("share", located, self._make_file, of=Task)
-        share = self._plan.share(self._peers.rank)
-        own_fd = self._files[-1].fd if self._files else -1
-        if threads is None:
-            threads = max(1, default_threads() // self._peers.size)
-        done = write_share(share, task, self._container, self._peers, own_fd, threads)
-
-        def finish(parts: list[Done]) -> list[Finished]:
-            written = self._write_rest(parts)
-            seconds = time.monotonic() - started
-            if commit:
-                self._commit(durable=durable, then=then)
-            finished = Finished(self._container.bytes, seconds, written)
-            return [finished] * len(parts)
-
-        return self._peers.exchange("part", done, finish, of=Finished)
+        unwritten = [file for file in self._files if not file.is_written]
+        finished = []
+        for file in unwritten:
+            is_last = file is unwritten[-1]
+            commits = functools.partial(self._commit, durable=durable, then=then)
+            last = commits if commit and is_last else None
+            finished.append(self._write(file, threads=threads, then=last))
+        return Finished(
+            total_bytes=sum(each.total_bytes for each in finished),
+            write_s=sum(each.write_s for each in finished),
+            written=_together(each for every in finished for each in every.written),
+        )
 
     def flush(self) -> None:
         """Return when the files and their names survive power loss."""
 
         def flush() -> None:
-            for file in self._files:
-                file.flush()
+            for replacement in self._replacements:
+                replacement.flush()
 
         self._do_once("flush", flush)
 
     def commit(self, *, durable: bool) -> None:
         """Give the files, which have been written, their names."""
         self._do_once("commit", lambda: self._commit(durable=durable, then=None))
+
+    @property
+    def _replacements(self) -> list[Replacement]:
+        """Rank 0's."""
+        return [file.replacement for file in self._files if file.replacement is not None]
 
     def _do_once(self, step: str, action: Callable[[], object]) -> None:
         """Rank 0 does it; returns when it has."""
@@ -330,48 +370,67 @@ class Save:
 
         self._peers.exchange(step, None, do, of=type(None))
 
+    def _write(
+        self, file: _File, *, threads: int | None, then: Callable[[], object] | None
+    ) -> Finished:
+        """Write this rank's share of one; `then` rank 0 does something before anybody returns."""
+        started = time.monotonic()
+        addresses = {number: file.offered.addresses[number] for number in file.plan.gathered}
+        located = Located(os.getpid(), addresses)
+        task = self._peers.exchange("share", located, file.make, of=Task)
+        share = file.plan.share(self._peers.rank)
+        own_fd = -1 if file.replacement is None else file.replacement.fd
+        if threads is None:
+            threads = max(1, default_threads() // self._peers.size)
+        try:
+            done = write_share(share, task, file.container, self._peers, own_fd, threads)
+        except OSError as error:
+            if error.filename is None:
+                error.filename = file.path
+            raise
+
+        def finish(parts: list[Done]) -> list[Finished]:
+            written = file.write_rest(parts)
+            seconds = time.monotonic() - started
+            if then is not None:
+                then()
+            finished = Finished(file.container.bytes, seconds, written)
+            return [finished] * len(parts)
+
+        finished = self._peers.exchange("part", done, finish, of=Finished)
+        file.is_written = True
+        return finished
+
     def _commit(self, *, durable: bool, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
-        for file in self._files:
-            file.complete(durable=durable)
+        for replacement in self._replacements:
+            replacement.complete(durable=durable)
         with contextlib.ExitStack() as stack:
             if then is not None:
                 stack.enter_context(locked_directory(os.path.dirname(self.path)))
-            for file in self._files:
-                file.take_name()
+            for replacement in self._replacements:
+                replacement.take_name()
             if then is not None:
                 then()
             if durable:
-                for file in self._files:
-                    file.flush_name()
+                for replacement in self._replacements:
+                    replacement.flush_name()
 
-    def _make_file(self, ranks: list[Located]) -> list[Task]:
-        """Rank 0: make the file, with room for all of it, and tell where everything is."""
-        file = Replacement(self.path)
-        self._files.append(file)
-        file.reserve(self._container.bytes)
-        path = os.fsencode(file.temporary_path)
-        tasks = []
-        for rank in range(len(ranks)):
-            sources = {}
-            if self._plan.gathered:
-                own = set(self._plan.share(rank).table[:, 2].tolist())
-                for number in own.intersection(self._plan.gathered):
-                    sources[number] = [
-                        Source(holder, ranks[holder].pid, ranks[holder].addresses[number])
-                        for holder in self._planning.holders(number, nearest=rank)
-                    ]
-            tasks.append(Task(path, sources))
-        return tasks
 
-    def _write_rest(self, parts: list[Done]) -> tuple[Written, ...]:
-        """Rank 0: write what had to wait for all CRC32s."""
-        rest = rest_of(self._plan.rest, [part.crcs for part in parts], self._container)
-        write(rest, self._container, fd=self._files[-1].fd, threads=1)
-        rest_bytes = sum(self._container.text_part(number).bytes for number in rest.texts)
-        own = parts[0].written
-        parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
-        return tuple(part.written for part in parts if part.written.bytes > 0)
+def _together(written: Iterable[Written]) -> tuple[Written, ...]:
+    """What each rank has written of all files."""
+    found: dict[int, Written] = {}
+    for each in written:
+        if each.rank not in found:
+            found[each.rank] = each
+            continue
+        before = found[each.rank]
+        found[each.rank] = before._replace(
+            bytes=before.bytes + each.bytes,
+            seconds=before.seconds + each.seconds,
+            copied_bytes=before.copied_bytes + each.copied_bytes,
+        )
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def _compare(offers: list[_Offer]) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Collection, Set
-from typing import Any
+from collections.abc import Collection, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,15 @@ def touched_memory(size: int) -> mmap.mmap:
     return mapping
 
 
+class Part(NamedTuple):
+    """What of a file is copied."""
+
+    container: Container
+    share: Share
+    whole: Collection[int]
+    """Records of which everything is copied that this rank has."""
+
+
 class Memory:
     """Where snapshots lie, one at a time."""
 
@@ -66,25 +75,29 @@ class Memory:
             self._bytes = torch.frombuffer(touched_memory(size), dtype=torch.uint8)
 
     def copy(
-        self,
-        container: Container,
-        share: Share,
-        *,
-        whole: Collection[int],
-        later: Held = NOTHING_HELD,
-    ) -> tuple[Container, Uncopied]:
-        """Return `container` with copies of what `share` has of it, instead of the tensors.
+        self, parts: Sequence[Part], *, later: Held = NOTHING_HELD
+    ) -> list[tuple[Container, Uncopied]]:
+        """Return each container with copies of what its share has of it, instead of the tensors.
 
-        whole: records of which everything is copied that this rank has.
         later: what is not copied now.
         """
-        ranges = _ranges(container, share, set(whole))
-        self.reserve(sum(_padded(end - start) for _, start, end in ranges))
-        parts = list(container.parts)
-        storage, at = self._bytes.untyped_storage(), 0
+        ranges = [_ranges(part.container, part.share, set(part.whole)) for part in parts]
+        self.reserve(sum(_padded(end - start) for each in ranges for _, start, end in each))
+        copied, at = [], 0
+        for part, of_part in zip(parts, ranges, strict=True):
+            container, uncopied, at = self._copy(part, of_part, at, later)
+            copied.append((container, uncopied))
+        return copied
+
+    def _copy(
+        self, part: Part, ranges: list[tuple[int, int, int]], at: int, later: Held
+    ) -> tuple[Container, Uncopied, int]:
+        """Copy one to memory from `at` on; returns where the next one goes, too."""
+        parts = list(part.container.parts)
+        storage = self._bytes.untyped_storage()
         uncopied: Uncopied = []
         for number, start, end in ranges:
-            record = container.record(number)
+            record = part.container.record(number)
             with torch.inference_mode(mode=False):
                 source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
                 source = source.set_(record.storage)[record.start + start : record.start + end]
@@ -94,11 +107,11 @@ class Memory:
                 else:
                     copy.copy_(source)
             copied = record._replace(storage=storage, start=at - start)
-            if record.sharded is not None and number in whole:
+            if record.sharded is not None and number in part.whole:
                 copied = copied._replace(sharded=record.sharded._replace(local=copy))
             parts[2 * number + 1] = copied
             at += _padded(len(source))
-        return container._replace(parts=parts), uncopied
+        return part.container._replace(parts=parts), uncopied, at
 
 
 def copy_rest(uncopied: Uncopied) -> None:
@@ -138,4 +151,4 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-__all__ = ["Memory", "Uncopied", "copy_rest", "touched_memory"]
+__all__ = ["Memory", "Part", "Uncopied", "copy_rest", "touched_memory"]

@@ -19,12 +19,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fpfs import client
 from fpfs.client import AsyncSaver, Plan, Topology, saving, writing
+from fpfs.client.async_saving import FileToSave
 from fpfs.client.replacement import Replacement
+from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.topology import Writers
 from fpfs.core import transfers
 from tests.support.ranks import Worlds
@@ -399,3 +402,72 @@ def save_differently(path: str) -> None:
 def test_states_that_differ_are_found_at_once(forks: Worlds, path: Path) -> None:
     for outcome in forks.start(2, save_differently, path).outcomes():
         assert "RankFailed: rank 1: saves 1 tensor in 44 B, and rank 0" in str(outcome.error)
+
+
+# --- several files ---
+
+
+def two_files(folder: str | Path, step: int) -> list[FileToSave]:
+    tensors = wholes(step)
+    model, other = tensors.copy(), tensors.pop("rows")
+    return [
+        FileToSave(model, os.path.join(folder, "model.safetensors"), lay_out_safetensors),
+        FileToSave([step, other], os.path.join(folder, "other.pt")),
+    ]
+
+
+def test_several_files(tmp_path: Path) -> None:
+    """From one copy, whatever changes afterwards; they get their names together."""
+    with AsyncSaver() as saver:
+        for step in range(2):
+            files = two_files(tmp_path, step)
+            saving_ = saver.save_files(files)
+            for tensor in files[0].state.values():
+                tensor.fill_(-1)
+            saved = saving_.durable.result(60)
+            assert saved.path == str(tmp_path / "other.pt")
+            assert saved.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+            found = load_file(tmp_path / "model.safetensors")
+            assert same(dict(sorted(found.items())), dict(sorted(wholes(step).items())))
+            assert same(torch.load(tmp_path / "other.pt"), [step, wholes(step)["rows"]])
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other.pt"]
+
+
+def test_none_of_several_files_is_there_if_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.pt").mkdir()
+    with AsyncSaver(strict=False) as saver:
+        failed = saver.save_files(two_files(tmp_path, 1)).durable
+        assert isinstance(failed.exception(60), IsADirectoryError)
+        assert os.listdir(tmp_path) == ["other.pt"]
+        (tmp_path / "other.pt").rmdir()
+        write = writing.write_pieces
+
+        def fail_for_the_first(*arguments: Any, **options: Any) -> Any:
+            monkeypatch.setattr(writing, "write_pieces", write)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(writing, "write_pieces", fail_for_the_first)
+        failed = saver.save_files(two_files(tmp_path, 1)).durable
+        with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
+            failed.result(60)
+        assert os.listdir(tmp_path) == []
+        with pytest.raises(ValueError, match="no file to save"):
+            saver.save_files([])
+
+
+def save_two_files(folder: str) -> list[int]:
+    """As a rank."""
+    with AsyncSaver() as saver:
+        for step in range(3):
+            saved = saver.save_files(two_files(folder, step))
+        return [part.rank for part in saved.durable.result(60).written]
+
+
+def test_several_files_by_a_group(forks: Worlds, tmp_path: Path) -> None:
+    assert forks.start(3, save_two_files, tmp_path).values() == [[0, 1, 2]] * 3
+    found = load_file(tmp_path / "model.safetensors")
+    assert same(dict(sorted(found.items())), dict(sorted(wholes(2).items())))
+    assert same(torch.load(tmp_path / "other.pt"), [2, wholes(2)["rows"]])
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other.pt"]
