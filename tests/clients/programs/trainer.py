@@ -1,6 +1,6 @@
 """A transformers Trainer run on a tiny random GPT-2, in a process of its own.
 
-Usage: trainer.py OUTPUT_FOLDER STEPS_MAX resume|fresh RESULT_FILE
+Usage: trainer.py OUTPUT_FOLDER STEPS_MAX resume|fresh RESULT_FILE fpfs|itself
 
 The model comes from a configuration and the data from a seed, so nothing is downloaded.
 RESULT_FILE receives the final parameters, for comparison of a resumed run with a whole one.
@@ -49,8 +49,12 @@ def build_trainer(folder: Path, steps_max: int) -> Trainer:
 
 
 def main() -> None:
-    folder, steps_max, mode, result = sys.argv[1:]
+    folder, steps_max, mode, result, saver = sys.argv[1:]
     trainer = build_trainer(Path(folder), int(steps_max))
+    if saver == "fpfs":
+        from fpfs.integrations.transformers import FpfsCallback
+
+        trainer.add_callback(FpfsCallback(trainer))
     trainer.train(resume_from_checkpoint=mode == "resume")
     torch.save(trainer.model.state_dict(), result)
     print("trained", trainer.state.global_step)

@@ -1,0 +1,350 @@
+"""transformers' Trainer by fpfs: `FpfsCallback`, which saves its checkpoints beside training.
+
+A checkpoint has the files of Trainer's own, so each resumes from what the other has saved. Large
+ones, the weights and the optimizer's state, are copied and written while training goes on; all lie
+in a directory of another name until the last of them is durable.
+
+Invariants:
+  * A directory `checkpoint-N` has a whole checkpoint, at any time.
+  * What is saved is what Trainer would have saved: after the evaluation that belongs to the step,
+    and before the next batch is drawn.
+  * An older checkpoint goes (`save_total_limit`) when the new one is durable.
+
+Concurrency: events come in the training thread; `_finish` runs in the thread that saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import re
+import shutil
+import warnings
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.training_args import ParallelMode
+
+from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
+from fpfs.client.safetensors import lay_out_safetensors
+from fpfs.client.saving import Saved
+from fpfs.client.topology import TIMEOUT_S
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ".fpfs-unfinished-"
+"""Begins the name of a directory until it has its own."""
+FORMER = ".fpfs-former-"
+"""Begins the name of a checkpoint that another one of the same step replaces."""
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+
+
+class FpfsCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves a Trainer's checkpoints: ``trainer.add_callback(FpfsCallback(trainer))``.
+
+    memory_bytes: of the copy, taken and touched now; otherwise the first save does.
+    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+        by the ranks.
+    timeout_s: seconds that a save waits for the one before.
+
+    What a save has failed of is raised by the next one, or at the end of training. The ranks of a
+    machine save together. Where Trainer saves otherwise than its weights and one optimizer's state
+    (FSDP, DeepSpeed, adapters, quantized models, several machines), loads the best model at the
+    end, or pushes to the hub, it goes on saving by itself, and the log says so once.
+
+    Other callbacks' `on_save` is not called.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        memory_bytes: int = 0,
+        threads: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._trainer = trainer
+        self._timeout_s = timeout_s
+        self._saver = functools.partial(
+            AsyncSaver, memory_bytes=memory_bytes, threads=threads, timeout_s=timeout_s
+        )
+        self._opened: AsyncSaver | None = self._saver()
+        """None: made by the next save."""
+        self._random: dict[str, Any] | None = None
+        """Of the checkpoint that is to be saved at the next event; None: none is."""
+        self._saving: Saving | None = None
+        """The last one."""
+        self._finished: Future[None] | None = None
+        """Of the last save, on the rank that gives it its name."""
+        self._said = False
+
+    # --- events: the method of each is called with arguments, state and control ---
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Clear away what runs have left that were killed."""
+        self._random = None
+        if args.should_save and os.path.isdir(args.output_dir):
+            _clear(args.output_dir)
+
+    def on_step_end(
+        self, args: TrainingArguments, _: TrainerState, control: TrainerControl, **__: Any
+    ) -> TrainerControl:
+        """If Trainer is to save: do so at the next event, after it has evaluated."""
+        return self._take_over(args, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, _: TrainerState, control: TrainerControl, **__: Any
+    ) -> TrainerControl:
+        """As `on_step_end`."""
+        self._save_if_asked()
+        return self._take_over(args, control)
+
+    def on_evaluate(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """An evaluation draws random numbers."""
+        if self._random is not None:
+            self._random = _random_states(args)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Save what the step before was to be followed by."""
+        self._save_if_asked()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """As `on_step_begin`."""
+        self._save_if_asked()
+
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Return when all is durable; raise what has failed."""
+        self._save_if_asked()
+        try:
+            self.wait()
+        finally:
+            saver, self._opened = self._opened, None
+            if saver is not None:
+                saver.close()
+        if args.parallel_mode == ParallelMode.DISTRIBUTED:
+            torch.distributed.barrier()  # the first rank gives names
+
+    def wait(self) -> None:
+        """Return when the last checkpoint has its name, durably; raise what it has failed of."""
+        if self._opened is None:
+            return
+        try:
+            self._opened.wait()
+        finally:
+            # What has failed is cleared away when this returns.
+            finished = self._finished
+            if self._saving is not None and self._saving.durable.done() and finished is not None:
+                self._finished = None
+                finished.exception(self._timeout_s)
+        if finished is not None:
+            finished.result(self._timeout_s)
+
+    # --- saving ---
+
+    def _take_over(self, args: TrainingArguments, control: TrainerControl) -> TrainerControl:
+        if control.should_save:
+            why = self._why_not(args)
+            if why is None:
+                control.should_save = False
+                self._random = _random_states(args)
+            elif not self._said:
+                self._said = True
+                logger.warning("Trainer saves by itself: %s", why)
+        return control
+
+    def _why_not(self, args: TrainingArguments) -> str | None:
+        """Why Trainer saves by itself, if it does."""
+        trainer = self._trainer
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        reasons = {
+            "it loads the best model at the end": args.load_best_model_at_end,
+            "it pushes to the hub": args.push_to_hub,
+            "it searches hyperparameters": trainer.hp_search_backend is not None,
+            "FSDP saves": trainer.is_fsdp_enabled,
+            "DeepSpeed saves": trainer.is_deepspeed_enabled,
+            "the model has adapters": getattr(trainer.model, "peft_config", None),
+            "the model is quantized": getattr(trainer.model, "hf_quantizer", None),
+            "it trains on several machines": args.world_size > max(1, here),
+            f"it trains on a device of type {args.device.type}": args.device.type
+            not in ("cpu", "cuda"),
+        }
+        return next((why for why, applies in reasons.items() if applies), None)
+
+    def _save_if_asked(self) -> None:
+        states, self._random = self._random, None
+        if states is None:
+            return
+        # Raises what the one before has failed of, before anything is made.
+        self.wait()
+        trainer, args = self._trainer, self._trainer.args
+        name = f"checkpoint-{trainer.state.global_step}"
+        folder = os.path.join(args.output_dir, UNFINISHED + name)
+        os.makedirs(folder, exist_ok=True)
+        trainer.store_flos()
+        if args.should_save:
+            self._save_small(folder)
+        weights = _untied(trainer.model.state_dict())
+        how = functools.partial(lay_out_safetensors, metadata={"format": "pt"})
+        files = [FileToSave(weights, os.path.join(folder, "model.safetensors"), how)]
+        if not args.save_only_model:
+            suffix = f"_{args.process_index}" if args.world_size > 1 else ""
+            torch.save(states, os.path.join(folder, f"rng_state{suffix}.pth"))
+            optimizer = trainer.optimizer.state_dict()
+            files.append(FileToSave(optimizer, os.path.join(folder, "optimizer.pt")))
+        if self._opened is None:
+            self._opened = self._saver()
+        self._saving = self._opened.save_files(files)
+        if args.should_save:
+            self._finished = Future()
+            finish = functools.partial(_finish, self._finished, folder, name, *self._kept())
+            self._saving.durable.add_done_callback(finish)
+
+    def _save_small(self, folder: str) -> None:
+        """All but weights, optimizer and random numbers: on the first rank, as Trainer does."""
+        trainer = self._trainer
+        if isinstance(trainer.model, PreTrainedModel):
+            # Configuration and code; there are no weights.
+            trainer.model.save_pretrained(folder, state_dict={})
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(trainer.args, os.path.join(folder, "training_args.bin"))
+        if not trainer.args.save_only_model:
+            with warnings.catch_warnings():  # torch's, that the optimizer is to be saved, too
+                warnings.simplefilter("ignore")
+                scheduler = trainer.lr_scheduler.state_dict()
+            torch.save(scheduler, os.path.join(folder, "scheduler.pt"))
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            if scaler is not None:
+                torch.save(scaler.state_dict(), os.path.join(folder, "scaler.pt"))
+        self._save_state(os.path.join(folder, "trainer_state.json"))
+
+    def _save_state(self, path: str) -> None:
+        """As it is when Trainer saves: it is to save, and the whole run is not summed up yet."""
+        trainer = self._trainer
+        trainer.control.should_save = True
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                known = trainer.state.stateful_callbacks
+                found = known[type(callback).__name__]
+                if isinstance(found, list):
+                    found.append(callback.state())
+                else:
+                    known[type(callback).__name__] = callback.state()
+        trainer.control.should_save = False
+        log = trainer.state.log_history
+        summary = [log.pop()] if log and "train_runtime" in log[-1] else []
+        trainer.state.save_to_json(path)
+        log += summary
+
+    def _kept(self) -> tuple[int | None, str]:
+        """How many checkpoints stay, and the name of the best one."""
+        state = self._trainer.state
+        best = getattr(state, "best_global_step", None)
+        return self._trainer.args.save_total_limit, f"checkpoint-{best}"
+
+
+def _finish(
+    finished: Future[None],
+    folder: str,
+    name: str,
+    limit: int | None,
+    best: str,
+    durable: Future[Saved],
+) -> None:
+    """Give a checkpoint its name when its large files are durable, and remove older ones."""
+    try:
+        output = os.path.dirname(folder)
+        if durable.exception() is not None:
+            shutil.rmtree(folder)
+        else:
+            for path in [*(each.path for each in os.scandir(folder)), folder]:
+                _flush(path)
+            former = os.path.join(output, FORMER + name)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(os.path.join(output, name), former)
+            os.rename(folder, os.path.join(output, name))
+            _flush(output)
+            for old in [former, *_obsolete(output, limit, best)]:
+                if os.path.isdir(old):
+                    shutil.rmtree(old)
+    except BaseException as error:  # noqa: BLE001 who waits raises it
+        logger.error("%s: %s: %s", folder, type(error).__name__, error)
+        finished.set_exception(error)
+    else:
+        finished.set_result(None)
+
+
+def _obsolete(output: str, limit: int | None, best: str) -> list[str]:
+    """The checkpoints that go: the oldest beyond `limit`, but neither the last nor the best."""
+    if limit is None or limit <= 0:
+        return []
+    found = {}
+    for name in os.listdir(output):
+        match = _CHECKPOINT.fullmatch(name)
+        if match is not None:
+            found[int(match[1])] = name
+    names = [found[step] for step in sorted(found)]
+    older = [name for name in names[:-1] if name != best]
+    kept = limit - 1 - (best in names[:-1])
+    return [os.path.join(output, name) for name in older[: len(older) - max(0, kept)]]
+
+
+def _clear(output: str) -> None:
+    """Remove what a killed run has left unfinished, and give back what it was about to replace."""
+    for name in os.listdir(output):
+        path = os.path.join(output, name)
+        if name.startswith(UNFINISHED):
+            shutil.rmtree(path)
+        elif name.startswith(FORMER):
+            own = os.path.join(output, name.removeprefix(FORMER))
+            if os.path.exists(own):
+                shutil.rmtree(path)
+            else:
+                os.rename(path, own)
+
+
+def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without those that are another one under a second name."""
+    kept: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        kept.setdefault(place if tensor.numel() > 0 else name, name)
+    return {name: tensors[name] for name in kept.values()}
+
+
+def _random_states(args: TrainingArguments) -> dict[str, Any]:
+    """As Trainer saves them."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        if args.parallel_mode == ParallelMode.DISTRIBUTED:
+            states["cuda"] = torch.cuda.random.get_rng_state_all()
+        else:
+            states["cuda"] = torch.cuda.random.get_rng_state()
+    return states
+
+
+def _flush(path: str) -> None:
+    """Return when a file, or the names in a directory, survive power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+__all__ = ["FpfsCallback"]

@@ -1,0 +1,305 @@
+"""transformers' Trainer by fpfs: its own files, from which each resumes; and what fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from fpfs.client import async_saving, writing
+from fpfs.integrations import transformers
+from fpfs.integrations.transformers import FORMER, UNFINISHED, FpfsCallback
+from tests.support.states import same
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random sequences, the same in every run."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(0, 128, (24, 16), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Plain(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(128, 32), nn.Dropout(0.1), nn.Linear(32, 128))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def gpt() -> PreTrainedModel:
+    config = GPT2Config(vocab_size=128, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config)
+
+
+def trainer_of(
+    folder: Path, steps: int, *, by_fpfs: bool, model: Any = gpt, **arguments: Any
+) -> Trainer:
+    torch.manual_seed(5)
+    given: dict[str, Any] = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 11,
+        **arguments,
+    }
+    trainer = Trainer(
+        model=model(),
+        args=TrainingArguments(output_dir=str(folder), **given),
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+    )
+    if by_fpfs:
+        trainer.add_callback(FpfsCallback(trainer))
+    return trainer
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return dict(trainer.model.state_dict())
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """Trainer's state, but for what is measured."""
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    for entry in state["log_history"]:
+        for key in ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):
+            entry.pop(key, None)
+    return state
+
+
+@pytest.mark.parametrize("model", [gpt, Plain])
+def test_a_checkpoint_is_trainers_own(tmp_path: Path, model: Any) -> None:
+    """With an evaluation at each step that is saved."""
+    for by_fpfs in (True, False):
+        trainer_of(tmp_path / str(by_fpfs), 4, by_fpfs=by_fpfs, model=model).train()
+    assert checkpoints(tmp_path / "True") == checkpoints(tmp_path / "False")
+    for name in ("checkpoint-2", "checkpoint-4"):
+        found, expected = tmp_path / "True" / name, tmp_path / "False" / name
+        assert checkpoints(found) == checkpoints(expected)
+        assert state_of(found) == state_of(expected)
+        assert same(
+            load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+        )
+        for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            one, other = (
+                torch.load(folder / file, weights_only=False) for folder in (found, expected)
+            )
+            if file == "rng_state.pth":
+                one["numpy"], other["numpy"] = str(one["numpy"]), str(other["numpy"])
+            assert same(one, other), file
+        if model is gpt:
+            assert (found / "config.json").read_text() == (expected / "config.json").read_text()
+            loaded = GPT2LMHeadModel.from_pretrained(found)
+            assert torch.equal(loaded.lm_head.weight, loaded.transformer.wte.weight)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_a_resumed_run_ends_as_an_unbroken_one(tmp_path: Path, first: bool, second: bool) -> None:
+    """In the middle of the second of three epochs."""
+    unbroken = trainer_of(tmp_path / "unbroken", 14, by_fpfs=False)
+    unbroken.train()
+    trainer_of(tmp_path / "run", 8, by_fpfs=first).train()
+    resumed = trainer_of(tmp_path / "run", 14, by_fpfs=second)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(weights(resumed), weights(unbroken))
+    assert (
+        state_of(tmp_path / "run" / "checkpoint-14")["log_history"]
+        == (state_of(tmp_path / "unbroken" / "checkpoint-14")["log_history"])
+    )
+
+
+def test_epochs(tmp_path: Path) -> None:
+    """A checkpoint after each, the last of which has no step behind it."""
+    for by_fpfs in (True, False):
+        trainer = trainer_of(
+            tmp_path / str(by_fpfs),
+            -1,
+            by_fpfs=by_fpfs,
+            num_train_epochs=2,
+            save_strategy="epoch",
+            eval_strategy="epoch",
+        )
+        trainer.train()
+    for name in ("checkpoint-6", "checkpoint-12"):
+        found, expected = tmp_path / "True" / name, tmp_path / "False" / name
+        assert state_of(found) == state_of(expected)
+        assert same(torch.load(found / "optimizer.pt"), torch.load(expected / "optimizer.pt"))
+    assert checkpoints(tmp_path / "True") == ["checkpoint-12", "checkpoint-6"]
+
+
+def test_only_the_model(tmp_path: Path) -> None:
+    for by_fpfs in (True, False):
+        folder = tmp_path / str(by_fpfs)
+        trainer_of(folder, 2, by_fpfs=by_fpfs, save_only_model=True).train()
+    own, theirs = (checkpoints(tmp_path / name / "checkpoint-2") for name in ("True", "False"))
+    assert own == theirs
+    assert "optimizer.pt" not in own
+
+
+class Hold:
+    """Lets saves write when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.began = threading.Event()
+        write = async_saving.Save.write
+
+        def held(save: Any, **options: Any) -> Any:
+            self.began.set()
+            assert self.go.wait(60)
+            return write(save, **options)
+
+        monkeypatch.setattr(async_saving.Save, "write", held)
+
+
+class Watch(TrainerCallback):
+    """Looks at what is there at the begin of each step; lets the save go on at one."""
+
+    def __init__(self, folder: Path, hold: Hold, *, go_at: int) -> None:
+        self.folder, self.hold, self.go_at = folder, hold, go_at
+        self.seen: list[list[str]] = []
+
+    def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self.go_at:
+            self.hold.go.set()
+        self.seen.append(checkpoints(self.folder) if self.folder.exists() else [])
+
+
+def test_training_goes_on_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the copy is of the step that was to be saved."""
+    hold = Hold(monkeypatch)
+    trainer = trainer_of(tmp_path / "run", 4, by_fpfs=True, save_steps=2)
+    watch = Watch(tmp_path / "run", hold, go_at=3)
+    trainer.add_callback(watch)
+    trainer.train()
+    assert hold.began.is_set()
+    assert watch.seen[3] == [f"{UNFINISHED}checkpoint-2"]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    expected = trainer_of(tmp_path / "own", 2, by_fpfs=False)
+    expected.train()
+    found = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(found["transformer.wte.weight"], weights(expected)["transformer.wte.weight"])
+
+
+def test_old_ones_go_when_the_next_is_durable(tmp_path: Path) -> None:
+    for by_fpfs in (True, False):
+        folder = tmp_path / str(by_fpfs)
+        trainer_of(folder, 10, by_fpfs=by_fpfs, save_total_limit=2).train()
+    assert checkpoints(tmp_path / "True") == ["checkpoint-10", "checkpoint-8"]
+    assert checkpoints(tmp_path / "False") == ["checkpoint-10", "checkpoint-8"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "gone"),
+    [
+        (None, 0, []),
+        (0, 0, []),
+        (1, 0, [2, 4, 6]),
+        (2, 0, [2, 4]),
+        (2, 2, [4, 6]),
+        (1, 2, [4, 6]),
+        (3, 8, [2]),
+        (9, 2, []),
+    ],
+)
+def test_which_ones_go(tmp_path: Path, limit: int | None, best: int, gone: list[int]) -> None:
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "runs").mkdir()
+    found = transformers._obsolete(str(tmp_path), limit, f"checkpoint-{best}")
+    assert found == [str(tmp_path / f"checkpoint-{step}") for step in gone]
+
+
+@pytest.mark.parametrize("what", ["first", "last"])
+def test_a_failure_is_raised_and_the_former_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """By the next save, or at the end; nothing that is not whole has a checkpoint's name."""
+    trainer_of(tmp_path, 2, by_fpfs=True).train()
+
+    def write_nothing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing, "write_pieces", write_nothing)
+    steps = 8 if what == "first" else 4
+    trainer = trainer_of(tmp_path, steps, by_fpfs=True, save_total_limit=1)
+    with pytest.raises(OSError, match=r"No space left on device: .*checkpoint-4"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == (6 if what == "first" else 4)
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    trainer_of(tmp_path, 2, by_fpfs=True).train()
+    (tmp_path / "checkpoint-2" / "of before").touch()
+    trainer_of(tmp_path, 2, by_fpfs=True).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert not (tmp_path / "checkpoint-2" / "of before").exists()
+
+
+def test_what_killed_runs_have_left_goes(tmp_path: Path) -> None:
+    for name in (f"{UNFINISHED}checkpoint-1", f"{FORMER}checkpoint-1", f"{FORMER}checkpoint-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "checkpoint-1").mkdir()
+    trainer_of(tmp_path, 2, by_fpfs=True).train()
+    assert checkpoints(tmp_path) == ["checkpoint-0", "checkpoint-1", "checkpoint-2"]
+
+
+def test_where_trainer_saves_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once, and it does."""
+    trainer = trainer_of(tmp_path, 6, by_fpfs=True, load_best_model_at_end=True)
+    with caplog.at_level(logging.WARNING, "fpfs"):
+        trainer.train()
+    said = [message for message in caplog.messages if "saves by itself" in message]
+    assert said == ["Trainer saves by itself: it loads the best model at the end"]
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_a_second_training(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, 2, by_fpfs=True)
+    trainer.train()
+    trainer.args.max_steps = 4
+    trainer.train(resume_from_checkpoint=True)
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
