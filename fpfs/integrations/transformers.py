@@ -6,8 +6,8 @@ in a directory of another name until the last of them is durable.
 
 Invariants:
   * A directory `checkpoint-N` has a whole checkpoint, at any time.
-  * What is saved is what Trainer would have saved: after the evaluation that belongs to the step,
-    and before the next batch is drawn.
+  * What is saved is what Trainer would have saved: when it has logged and evaluated what belongs to
+    the step, and before the next batch is drawn.
   * An older checkpoint goes (`save_total_limit`) when the new one is durable.
 
 Concurrency: events come in the training thread; `_finish` runs in the thread that saves.
@@ -16,6 +16,7 @@ Concurrency: events come in the training thread; `_finish` runs in the thread th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -23,22 +24,24 @@ import random
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
+from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
 from fpfs.client.topology import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,11 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
 
     What a save has failed of is raised by the next one, or at the end of training. The ranks of a
     machine save together. Where Trainer saves otherwise than its weights and one optimizer's state
-    (FSDP, DeepSpeed, adapters, quantized models, several machines), loads the best model at the
-    end, or pushes to the hub, it goes on saving by itself, and the log says so once.
+    (FSDP, DeepSpeed, adapters, quantized models, several machines), looks for the best model, or
+    pushes to the hub, it goes on saving by itself, and the log says so once.
 
-    Other callbacks' `on_save` is not called.
+    Add it last: what other callbacks do at the same event belongs to the checkpoint. Their
+    `on_save` is not called. Raises TypeError of what is no Trainer.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         threads: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(f"FpfsCallback is made for a Trainer, not a {type(trainer).__name__}")
         self._trainer = trainer
         self._timeout_s = timeout_s
         self._saver = functools.partial(
@@ -92,6 +98,8 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Clear away what runs have left that were killed."""
+        if args is not self._trainer.args:
+            raise ValueError("this FpfsCallback was made for another Trainer: make one for this")
         self._random = None
         if args.should_save and os.path.isdir(args.output_dir):
             _clear(args.output_dir)
@@ -99,50 +107,56 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, _: TrainerState, control: TrainerControl, **__: Any
     ) -> TrainerControl:
-        """If Trainer is to save: do so at the next event, after it has evaluated."""
+        """If Trainer is to save: do so when it has logged and evaluated what it is to."""
+        self._save_late()
         return self._take_over(args, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, _: TrainerState, control: TrainerControl, **__: Any
     ) -> TrainerControl:
         """As `on_step_end`."""
-        self._save_if_asked()
+        self._save_late()
         return self._take_over(args, control)
 
-    def on_evaluate(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """An evaluation draws random numbers."""
-        if self._random is not None:
-            self._random = _random_states(args)
+    def on_log(
+        self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any
+    ) -> None:
+        """Save, unless it is still to evaluate."""
+        self._save_when_due(control)
+
+    def on_evaluate(
+        self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any
+    ) -> None:
+        """As `on_log`."""
+        self._save_when_due(control)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Save what the step before was to be followed by."""
-        self._save_if_asked()
+        """Save, if what was to be logged was logged before."""
+        self._save_late()
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """As `on_step_begin`."""
-        self._save_if_asked()
+        self._save_late()
 
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Return when all is durable; raise what has failed."""
-        self._save_if_asked()
+        self._save_late()
         try:
-            self.wait()
+            self._by_all(self.wait)
         finally:
             saver, self._opened = self._opened, None
             if saver is not None:
                 saver.close()
-        if args.parallel_mode == ParallelMode.DISTRIBUTED:
-            torch.distributed.barrier()  # the first rank gives names
 
     def wait(self) -> None:
         """Return when the last checkpoint has its name, durably; raise what it has failed of."""
         if self._opened is None:
             return
+        finished = self._finished
         try:
             self._opened.wait()
         finally:
             # What has failed is cleared away when this returns.
-            finished = self._finished
             if self._saving is not None and self._saving.durable.done() and finished is not None:
                 self._finished = None
                 finished.exception(self._timeout_s)
@@ -157,17 +171,44 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             if why is None:
                 control.should_save = False
                 self._random = _random_states(args)
+                if not control.should_log:
+                    self._save_when_due(control)
             elif not self._said:
                 self._said = True
                 logger.warning("Trainer saves by itself: %s", why)
         return control
+
+    def _save_when_due(self, control: TrainerControl) -> None:
+        """Save what is to be saved, unless Trainer evaluates first: where it would save itself."""
+        if self._random is not None and not control.should_evaluate:
+            self._random = _random_states(self._trainer.args)
+            self._save_late()
+
+    def _by_all(self, action: Callable[[], object]) -> None:
+        """Do it on all ranks; if one fails, all do, and none waits for another."""
+        error: BaseException | None = None
+        try:
+            action()
+        except BaseException as raised:  # noqa: BLE001 raised below
+            error = raised
+        told: list[str | None] = [None if error is None else f"{type(error).__name__}: {error}"]
+        if self._trainer.args.parallel_mode == ParallelMode.DISTRIBUTED:
+            own = told[0]
+            told = [None] * self._trainer.args.world_size
+            torch.distributed.all_gather_object(told, own)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise RankFailed(rank, text)
 
     def _why_not(self, args: TrainingArguments) -> str | None:
         """Why Trainer saves by itself, if it does."""
         trainer = self._trainer
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         reasons = {
-            "it loads the best model at the end": args.load_best_model_at_end,
+            "it looks for the best model": args.load_best_model_at_end
+            or args.metric_for_best_model is not None,
             "it pushes to the hub": args.push_to_hub,
             "it searches hyperparameters": trainer.hp_search_backend is not None,
             "FSDP saves": trainer.is_fsdp_enabled,
@@ -180,20 +221,30 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         }
         return next((why for why, applies in reasons.items() if applies), None)
 
-    def _save_if_asked(self) -> None:
+    def _save_late(self) -> None:
+        """Save, if something is still to be saved, with random numbers of when that was asked."""
         states, self._random = self._random, None
         if states is None:
             return
-        # Raises what the one before has failed of, before anything is made.
-        self.wait()
         trainer, args = self._trainer, self._trainer.args
         name = f"checkpoint-{trainer.state.global_step}"
         folder = os.path.join(args.output_dir, UNFINISHED + name)
-        os.makedirs(folder, exist_ok=True)
-        trainer.store_flos()
-        if args.should_save:
-            self._save_small(folder)
+        trainer.store_flos()  # of all ranks
+
+        def begin() -> None:
+            # Raises what the one before has failed of, before anything is made.
+            self.wait()
+            place = os.path.join(args.output_dir, name)
+            if os.path.lexists(place) and not os.path.isdir(place):
+                raise FileExistsError(errno.EEXIST, "it is no directory: remove it", place)
+            if args.should_save:
+                os.makedirs(folder, exist_ok=True)
+                self._save_small(folder)
+
+        self._by_all(begin)
         weights = _untied(trainer.model.state_dict())
+        for key in getattr(trainer.model, "_keys_to_ignore_on_save", None) or ():
+            weights.pop(key, None)
         how = functools.partial(lay_out_safetensors, metadata={"format": "pt"})
         files = [FileToSave(weights, os.path.join(folder, "model.safetensors"), how)]
         if not args.save_only_model:
@@ -206,7 +257,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         self._saving = self._opened.save_files(files)
         if args.should_save:
             self._finished = Future()
-            finish = functools.partial(_finish, self._finished, folder, name, *self._kept())
+            finish = functools.partial(_finish, self._finished, folder, name, args.save_total_limit)
             self._saving.durable.add_done_callback(finish)
 
     def _save_small(self, folder: str) -> None:
@@ -247,26 +298,19 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         trainer.state.save_to_json(path)
         log += summary
 
-    def _kept(self) -> tuple[int | None, str]:
-        """How many checkpoints stay, and the name of the best one."""
-        state = self._trainer.state
-        best = getattr(state, "best_global_step", None)
-        return self._trainer.args.save_total_limit, f"checkpoint-{best}"
-
 
 def _finish(
     finished: Future[None],
     folder: str,
     name: str,
     limit: int | None,
-    best: str,
     durable: Future[Saved],
 ) -> None:
     """Give a checkpoint its name when its large files are durable, and remove older ones."""
     try:
         output = os.path.dirname(folder)
         if durable.exception() is not None:
-            shutil.rmtree(folder)
+            _remove(folder)
         else:
             for path in [*(each.path for each in os.scandir(folder)), folder]:
                 _flush(path)
@@ -275,9 +319,8 @@ def _finish(
                 os.rename(os.path.join(output, name), former)
             os.rename(folder, os.path.join(output, name))
             _flush(output)
-            for old in [former, *_obsolete(output, limit, best)]:
-                if os.path.isdir(old):
-                    shutil.rmtree(old)
+            for old in [former, *_obsolete(output, limit)]:
+                _remove(old)
     except BaseException as error:  # noqa: BLE001 who waits raises it
         logger.error("%s: %s: %s", folder, type(error).__name__, error)
         finished.set_exception(error)
@@ -285,8 +328,8 @@ def _finish(
         finished.set_result(None)
 
 
-def _obsolete(output: str, limit: int | None, best: str) -> list[str]:
-    """The checkpoints that go: the oldest beyond `limit`, but neither the last nor the best."""
+def _obsolete(output: str, limit: int | None) -> list[str]:
+    """The checkpoints that go: the oldest beyond `limit`."""
     if limit is None or limit <= 0:
         return []
     found = {}
@@ -294,24 +337,31 @@ def _obsolete(output: str, limit: int | None, best: str) -> list[str]:
         match = _CHECKPOINT.fullmatch(name)
         if match is not None:
             found[int(match[1])] = name
-    names = [found[step] for step in sorted(found)]
-    older = [name for name in names[:-1] if name != best]
-    kept = limit - 1 - (best in names[:-1])
-    return [os.path.join(output, name) for name in older[: len(older) - max(0, kept)]]
+    steps = sorted(found)
+    return [os.path.join(output, found[step]) for step in steps[: -limit or None]]
 
 
 def _clear(output: str) -> None:
     """Remove what a killed run has left unfinished, and give back what it was about to replace."""
     for name in os.listdir(output):
         path = os.path.join(output, name)
-        if name.startswith(UNFINISHED):
-            shutil.rmtree(path)
-        elif name.startswith(FORMER):
-            own = os.path.join(output, name.removeprefix(FORMER))
-            if os.path.exists(own):
-                shutil.rmtree(path)
+        for prefix in (UNFINISHED, FORMER):
+            own = name.removeprefix(prefix)
+            if own == name or not _CHECKPOINT.fullmatch(own):
+                continue
+            if prefix == UNFINISHED or os.path.lexists(os.path.join(output, own)):
+                _remove(path)
             else:
-                os.rename(path, own)
+                os.rename(path, os.path.join(output, own))
+
+
+def _remove(path: str) -> None:
+    """Remove a directory, or a link to one, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.islink(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
 
 
 def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 from fpfs.client import async_saving, writing
 from fpfs.integrations import transformers
@@ -230,25 +231,111 @@ def test_old_ones_go_when_the_next_is_durable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "best", "gone"),
-    [
-        (None, 0, []),
-        (0, 0, []),
-        (1, 0, [2, 4, 6]),
-        (2, 0, [2, 4]),
-        (2, 2, [4, 6]),
-        (1, 2, [4, 6]),
-        (3, 8, [2]),
-        (9, 2, []),
-    ],
+    ("limit", "gone"), [(None, []), (0, []), (1, [2, 4, 16]), (2, [2, 4]), (4, []), (9, [])]
 )
-def test_which_ones_go(tmp_path: Path, limit: int | None, best: int, gone: list[int]) -> None:
-    for step in (2, 4, 6, 8):
+def test_which_ones_go(tmp_path: Path, limit: int | None, gone: list[int]) -> None:
+    for step in (2, 4, 16, 108):
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "runs").mkdir()
-    found = transformers._obsolete(str(tmp_path), limit, f"checkpoint-{best}")
+    found = transformers._obsolete(str(tmp_path), limit)
     assert found == [str(tmp_path / f"checkpoint-{step}") for step in gone]
+
+
+class Breaks(Rows):
+    """The thirteenth row that is drawn, of the fourth step, breaks."""
+
+    drawn = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.drawn += 1
+        if self.drawn == 13:
+            raise ZeroDivisionError
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("logs", [1, 100])
+def test_what_breaks_the_next_step_loses_no_checkpoint(
+    tmp_path: Path, evaluates: bool, logs: int
+) -> None:
+    for by_fpfs in (True, False):
+        folder = tmp_path / str(by_fpfs)
+        strategy = {"eval_strategy": "steps" if evaluates else "no", "logging_steps": logs}
+        trainer = trainer_of(folder, 6, by_fpfs=by_fpfs, **strategy)
+        trainer.train_dataset = Breaks()
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, FpfsCallback):
+                callback.wait()
+        assert checkpoints(folder) == ["checkpoint-2"]
+
+
+class Counts(TrainerCallback, ExportableState):
+    """Counts events, and draws random numbers when it has evaluated."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"events": self.events}}
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.events += 1
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.events += 100
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.events += int(torch.randint(10_000, 20_000, ()))
+
+
+def test_other_callbacks(tmp_path: Path) -> None:
+    """Their states are of the moment at which Trainer saves; so are random numbers."""
+    for by_fpfs in (True, False):
+        trainer = trainer_of(tmp_path / str(by_fpfs), 8, by_fpfs=False)
+        trainer.add_callback(Counts())
+        if by_fpfs:
+            trainer.add_callback(FpfsCallback(trainer))
+        trainer.train()
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"):
+        found, expected = tmp_path / "True" / name, tmp_path / "False" / name
+        assert state_of(found) == state_of(expected)
+        assert state_of(found)["stateful_callbacks"]["Counts"]["attributes"]["events"] > 10_000
+        one, other = (
+            torch.load(folder / "rng_state.pth", weights_only=False) for folder in (found, expected)
+        )
+        assert torch.equal(one["cpu"], other["cpu"])
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_no_directory(tmp_path: Path, kind: str) -> None:
+    """A link is replaced, and what it leads to stays; a file is refused."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    if kind == "link":
+        (folder / "checkpoint-2").symlink_to(elsewhere)
+        trainer_of(folder, 2, by_fpfs=True).train()
+        assert not (folder / "checkpoint-2").is_symlink()
+    else:
+        (folder / "checkpoint-2").write_text("a user's")
+        with pytest.raises(FileExistsError, match="checkpoint-2"):
+            trainer_of(folder, 2, by_fpfs=True).train()
+        assert (folder / "checkpoint-2").read_text() == "a user's"
+    assert checkpoints(folder) == ["checkpoint-2"]
+    assert checkpoints(elsewhere) == ["kept"]
+
+
+def test_misuse(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="is made for a Trainer, not a NoneType"):
+        FpfsCallback(None)
+    one, other = (trainer_of(tmp_path, 2, by_fpfs=False) for _ in range(2))
+    one.add_callback(FpfsCallback(other))
+    with pytest.raises(ValueError, match="made for another Trainer"):
+        one.train()
 
 
 @pytest.mark.parametrize("what", ["first", "last"])
@@ -287,14 +374,20 @@ def test_what_killed_runs_have_left_goes(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint-0", "checkpoint-1", "checkpoint-2"]
 
 
-def test_where_trainer_saves_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{"load_best_model_at_end": True}, {"metric_for_best_model": "eval_loss"}]
+)
+def test_where_trainer_saves_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any]
+) -> None:
     """It is said once, and it does."""
-    trainer = trainer_of(tmp_path, 6, by_fpfs=True, load_best_model_at_end=True)
+    trainer = trainer_of(tmp_path, 6, by_fpfs=True, **arguments)
     with caplog.at_level(logging.WARNING, "fpfs"):
         trainer.train()
     said = [message for message in caplog.messages if "saves by itself" in message]
-    assert said == ["Trainer saves by itself: it loads the best model at the end"]
+    assert said == ["Trainer saves by itself: it looks for the best model"]
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert Path(trainer.state.best_model_checkpoint).exists()
 
 
 def test_a_second_training(tmp_path: Path) -> None:
