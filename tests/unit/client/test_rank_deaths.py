@@ -131,7 +131,7 @@ def save_and_end_first(path: str, looks_at: str) -> None:
 def test_a_rank_that_has_ended_has_said_why(forks: Worlds, path: Path, looks_at: str) -> None:
     ranks = forks.start(2, save_and_end_first, path, looks_at).outcomes()
     own, other = (outcome.error for outcome in ranks)
-    cause = f"OSError: [Errno {errno.EIO}] {os.strerror(errno.EIO)}"
-    assert own == f"{cause}: '{path}'"
+    cause = f"OSError: [Errno {errno.EIO}] {os.strerror(errno.EIO)}: '{path}'"
+    assert own == cause
     assert other == f"RankFailed: rank 0: {cause}"
     assert is_as_before(path)
