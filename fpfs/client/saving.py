@@ -377,12 +377,12 @@ class Save:
         started = time.monotonic()
         addresses = {number: file.offered.addresses[number] for number in file.plan.gathered}
         located = Located(os.getpid(), addresses)
-        task = self._peers.exchange("share", located, file.make, of=Task)
         share = file.plan.share(self._peers.rank)
-        own_fd = -1 if file.replacement is None else file.replacement.fd
         if threads is None:
             threads = max(1, default_threads() // self._peers.size)
         try:
+            task = self._peers.exchange("share", located, file.make, of=Task)
+            own_fd = -1 if file.replacement is None else file.replacement.fd
             done = write_share(share, task, file.container, self._peers, own_fd, threads)
         except OSError as error:
             if error.filename is None:

@@ -280,12 +280,20 @@ def test_a_failure_leaves_the_former_shards(
     path = tmp_path / "model.safetensors"
     save_safetensors(sizes_to_tensors([3000, 3000, 3000]), path, max_shard_bytes=3000)
     before = contents(tmp_path)
-    tensors = {name: tensor + 1 for name, tensor in sizes_to_tensors([3000, 7000, 3000]).items()}
+    tensors = {name: tensor + 1 for name, tensor in sizes_to_tensors([3000, 3000, 7000]).items()}
     steps = obstacle(tmp_path)
     next(steps)
-    with pytest.raises(OSError, match=r"model.*safetensors"):
-        save_safetensors(tensors, path, max_shard_bytes=3000)
-    next(steps, None)
+    try:
+        with pytest.raises(OSError, match=r"model.*safetensors") as raised:
+            save_safetensors(tensors, path, max_shard_bytes=3000)
+    finally:
+        next(steps, None)
+    names = {
+        in_the_way: "model.safetensors",
+        no_file: "model-00009-of-00009.safetensors",
+        files_may_not_be_large: "model-00002-of-00003.safetensors",
+    }
+    assert raised.value.filename == str(tmp_path / names[obstacle])
     assert contents(tmp_path) == before
 
 
