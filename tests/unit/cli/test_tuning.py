@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -57,18 +58,21 @@ def test_what_is_found_is_close_to_the_best_for_a_tenth_of_the_measurements(nois
     seed = int.from_bytes(os.urandom(4))
     chance = random.Random(seed)
     for _ in range(300):
-        rate = machine(
+        of_this_machine = functools.partial(
+            machine,
             device=chance.uniform(0.1e9, 6e9),
             host=chance.uniform(1e9, 10e9),
             best_chunk=chance.choice(CHUNKS_BYTES),
             depth=chance.choice([1, 2, 4, 8, 16]),
-            noise=noise,
             seed=seed,
         )
-        climb = Climb(SPACE, rate)
-        found = climb.run()
-        best = max(each.bytes_per_s for each in sweep(SPACE, rate))
-        assert rate(found) >= 0.94 * best, f"seed {seed}"
+        climb = Climb(SPACE, of_this_machine(noise=noise))
+        # What is found is judged by rates without noise, of which the best is known. The climb may
+        # take the last step, by which chunks gain 2.6 %, for noise: such chunks lose 5 %.
+        exact = of_this_machine(noise=0.0)
+        found = exact(climb.run())
+        best = max(each.bytes_per_s for each in sweep(SPACE, exact))
+        assert found >= (0.98 if noise == 0 else 0.94) * best, f"seed {seed}"
         assert len(climb.measured) <= len(list(SPACE.all())) / 10, f"seed {seed}"
         assert len({each.setting for each in climb.measured}) == len(climb.measured)
 
