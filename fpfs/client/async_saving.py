@@ -1,10 +1,11 @@
 """Saves that training waits for no longer than a copy of its tensors takes.
 
 `AsyncSaver.save` lays out the file, agrees with the other ranks on who writes what, and copies what
-this rank writes. A thread writes the copy while training goes on (`saving`, `snapshot`).
+this rank writes. While training goes on one thread copies what was left, and another writes the
+copies, one save after the other (`saving`, `snapshot`).
 
-Concurrency: an `AsyncSaver` is used by one thread, and by the process that made it. It has one save
-under way: the next one waits for it, since both use the same memory.
+Concurrency: an `AsyncSaver` is used by one thread, and by the process that made it. It has a
+bounded number of saves under way: the next one waits for the oldest, and uses its memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -76,12 +78,20 @@ class FileToSave(NamedTuple):
     lay_out: LayOut = lay_out
 
 
+class _UnderWay(NamedTuple):
+    """A save that nobody has waited for, and where its copy lies."""
+
+    saving: Saving
+    memory: Memory
+
+
 class AsyncSaver:
     """Saves beside training, one checkpoint after the other.
 
     group, plan, timeout_s: as `save` has them.
-    memory_bytes: taken and touched now, for what this rank writes of a state; what is missing, the
-        first save adds, which takes ten times as long then.
+    in_flight: how many saves are under way at most, each with a copy of its own.
+    memory_bytes: taken and touched now, for each copy of what this rank writes of a state; what is
+        missing, the first saves add, which take ten times as long then.
     optimizers: their parameters and states in the processor's memory are copied after `save` has
         returned, and their next step waits for that. What else changes them must do so after
         `wait_before_update`. `save` is called between steps, not within one.
@@ -97,6 +107,7 @@ class AsyncSaver:
         *,
         group: dist.ProcessGroup | Alone | None = None,
         plan: Plan | None = None,
+        in_flight: int = 1,
         memory_bytes: int = 0,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         threads: int | None = None,
@@ -105,19 +116,26 @@ class AsyncSaver:
     ) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        if not isinstance(in_flight, int) or in_flight < 1:
+            raise ValueError(f"in_flight is {in_flight!r}: give a number of saves, 1 or more")
         check_threads(threads)
         self._group = group
         self._plan = plan
         self._threads = threads
         self._strict = strict
         self._timeout_s = timeout_s
-        self._memory = Memory()
-        self._memory.reserve(memory_bytes)
-        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, thread_name_prefix="fpfs-save"
-        )
-        """None: closed."""
-        self._last: Saving | None = None
+        self._in_flight = in_flight
+        self._spare: deque[Memory] = deque()
+        """The longest unused first: files that alternate find memory of their size."""
+        if memory_bytes > 0:
+            for _ in range(in_flight):
+                self._spare.append(Memory())
+                self._spare[-1].reserve(memory_bytes)
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="fpfs-copy")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="fpfs-save")
+        self._closed = False
+        self._under_way: deque[_UnderWay] = deque()
+        """The oldest first."""
         self._pid = os.getpid()
         self._updates = Updates(optimizers)
 
@@ -126,10 +144,10 @@ class AsyncSaver:
 
         What `optimizers` have may change at their next step, or after `wait_before_update`.
 
-        Waits for the save before. Raises what that has failed of, once and if strict; TimeoutError
-        if it does not end within `timeout_s`; RuntimeError in another process; ValueError if this
-        is closed; and what `fpfs.save` raises before it writes. What it raises later is in
-        `Saving`.
+        Waits for the oldest save if `in_flight` are under way. Raises what one before has failed
+        of, once and if strict; TimeoutError if it does not end within `timeout_s`; RuntimeError in
+        another process; ValueError if this is closed; and what `fpfs.save` raises before it writes.
+        What it raises later is in `Saving`.
         """
         return self.save_files([FileToSave(state, path)])
 
@@ -154,63 +172,94 @@ class AsyncSaver:
         """
         if not files:
             raise ValueError("there is no file to save")
-        if self._executor is None:
+        if self._closed:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
-        self.wait()
+        self._make_room()
+        before = self._updates.saving
         held = self._updates.hold()
         steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
         steps.__enter__()
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
-        entered = [(steps, held)]
+        entered = [steps]
+        memory = self._spare.popleft() if self._spare else Memory()
         try:
             for file in files:
                 steps.agree(file.state, file.path, self._plan, lay_out=file.lay_out)
-            steps.snapshot(self._memory, later=held)
-            self._last = Saving(steps.path, stall_s=time.monotonic() - started)
-            self._updates.saving = self._last
-            self._executor.submit(_write, self._last, entered, self._threads)
+            steps.snapshot(memory, later=held)
+            saving = Saving(steps.path, stall_s=time.monotonic() - started)
+            self._updates.saving = saving
+            copied = self._copying.submit(_copy, saving, steps, held)
+            self._under_way.append(_UnderWay(saving, memory))
+            self._writing.submit(_write, saving, entered, copied, self._threads)
         except BaseException as error:
             with contextlib.suppress(IndexError):
                 entered.pop()
-                self._last = self._updates.saving = None
+                if self._updates.saving is before:
+                    self._spare.appendleft(memory)
+                elif self._under_way and self._under_way[-1].memory is memory:
+                    self._under_way.pop()
+                self._updates.saving = before
                 steps.__exit__(type(error), error, error.__traceback__)
             raise
-        return self._last
+        return saving
+
+    def _make_room(self) -> None:
+        """Return when another save may begin."""
+        self._check_process()
+        while self._under_way and (
+            len(self._under_way) >= self._in_flight or self._under_way[0].saving.durable.done()
+        ):
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        saving = self._under_way[0].saving
+        try:
+            saving.durable.exception(self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the save of {saving.path} has not ended for {self._timeout_s:.0f} s"
+            ) from None
+        # No frame that the failure is raised through has the memory.
+        self._spare.append(self._under_way.popleft().memory)
+        if self._strict:
+            saving.durable.result()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
 
     def wait_before_update(self) -> None:
         """Return when all of the last save is copied, or it has failed: the state may change."""
         self._updates.wait()
 
     def wait(self) -> None:
-        """Return when the last save is durable, or has failed; raises as `save` does."""
-        if os.getpid() != self._pid:
-            raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
-        last = self._last
-        if last is None:
-            return
-        try:
-            last.durable.exception(self._timeout_s)
-        except TimeoutError:
-            raise TimeoutError(
-                f"the save of {last.path} has not ended for {self._timeout_s:.0f} s"
-            ) from None
-        self._last = None
-        if self._strict:
-            last.durable.result()
+        """Return when all saves are durable, or have failed; raises as `save` does."""
+        self._check_process()
+        failures = []
+        while self._under_way:
+            count = len(self._under_way)
+            try:
+                self._await_oldest()
+            except Exception as error:
+                if len(self._under_way) == count:  # It has not ended.
+                    raise
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         """Wait as `wait` does; nothing can be saved any more."""
-        executor, self._executor = self._executor, None
+        self._closed = True
         if os.getpid() != self._pid:
             return
         try:
             self.wait()
         finally:
-            if executor is not None:
-                executor.shutdown(wait=False)
-            self._memory = Memory()
-            if self._last is None:
+            self._copying.shutdown(wait=False)
+            self._writing.shutdown(wait=False)
+            self._spare.clear()
+            if not self._under_way:
                 self._updates.close()
 
     def __enter__(self) -> AsyncSaver:
@@ -225,10 +274,21 @@ class AsyncSaver:
         self.close()
 
 
-def _write(saving: Saving, entered: list[tuple[Save, Held]], threads: int | None) -> None:
-    """What the thread does with a save that is entered; nothing, if that has been left."""
+def _copy(saving: Saving, steps: Save, held: Held) -> None:
+    """What the one thread does with a save: what its optimizers' next step waits for."""
     try:
-        _write_and_tell(saving, entered, threads)
+        steps.finish_snapshot()
+        held.check()
+    except BaseException as error:
+        saving.staged.set_exception(error)
+        raise
+    saving.staged.set_result(None)
+
+
+def _write(saving: Saving, entered: list[Save], copied: Future[None], threads: int | None) -> None:
+    """What the other one does with a save that is entered; nothing, if that has been left."""
+    try:
+        _write_and_tell(saving, entered, copied, threads)
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
@@ -241,22 +301,22 @@ def _write(saving: Saving, entered: list[tuple[Save, Held]], threads: int | None
             type(error).__name__,
             error,
         )
-        for future in (saving.staged, saving.acknowledged, saving.durable):
+        for future in (saving.acknowledged, saving.durable):
             if not future.done():
                 future.set_exception(error)
 
 
-def _write_and_tell(saving: Saving, entered: list[tuple[Save, Held]], threads: int | None) -> None:
+def _write_and_tell(
+    saving: Saving, entered: list[Save], copied: Future[None], threads: int | None
+) -> None:
     started = time.monotonic()
     try:
-        steps, held = entered.pop()
+        steps = entered.pop()
     except IndexError:
         return
     with contextlib.ExitStack() as stack:
         stack.push(steps)
-        steps.finish_snapshot()
-        held.check()
-        saving.staged.set_result(None)
+        copied.result()
         finished = steps.write(durable=False, threads=threads)
         saved = Saved(
             path=steps.path,

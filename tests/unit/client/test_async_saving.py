@@ -90,6 +90,69 @@ def test_the_next_one_waits(path: Path, held: Callable[[], None]) -> None:
     assert client.load(path)["step"].tolist() == [1]
 
 
+def test_several_are_under_way(tmp_path: Path, held: Callable[[], None]) -> None:
+    """None waits, up to the given number; each has a copy of its own, and they end in order."""
+    state = {"step": torch.zeros(100_000, dtype=torch.int64)}
+    with AsyncSaver(in_flight=3) as saver:
+        savings = []
+        for step in range(3):
+            state["step"].fill_(step)
+            savings.append(saver.save(state, tmp_path / f"{step}.pt"))
+        assert [saving.staged.result(60) for saving in savings] == [None] * 3
+        assert not any(saving.acknowledged.done() for saving in savings)
+        done: list[int] = []
+        for number, each in enumerate(savings):
+            each.durable.add_done_callback(lambda _, number=number: done.append(number))
+        threading.Timer(0.2, held).start()
+        state["step"].fill_(3)
+        saver.save(state, tmp_path / "3.pt")
+        assert savings[0].durable.done()
+        saver.wait()
+        assert done == [0, 1, 2]
+        assert len(saver._spare) == 3
+    for step in range(4):
+        found = client.load(tmp_path / f"{step}.pt")
+        assert found["step"].unique().tolist() == [step]
+
+
+def test_files_that_alternate_find_their_memory(tmp_path: Path) -> None:
+    with AsyncSaver(in_flight=9) as saver:
+        sizes = []
+        for _ in range(3):
+            saver.save({"large": torch.ones(10**6)}, tmp_path / "large.pt")
+            saver.save({"small": torch.ones(10)}, tmp_path / "small.pt")
+            saver.wait()
+            sizes.append([each.size for each in saver._spare])
+    assert sizes == [[4_000_000, 64]] * 3
+
+
+def test_of_several_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All others are saved; the failure is raised once."""
+    saver = AsyncSaver(in_flight=3)
+    savings = [
+        saver.save({"step": step}, tmp_path / folder / f"{step}.pt")
+        for step, folder in enumerate((".", "none", "."))
+    ]
+    with pytest.raises(FileNotFoundError):
+        saver.wait()
+    assert [type(saving.durable.exception()) for saving in savings] == [
+        type(None),
+        FileNotFoundError,
+        type(None),
+    ]
+    assert len(errors_in(caplog)) == 1
+    saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "2.pt"]
+
+
+@pytest.mark.parametrize("in_flight", [0, -1, "2", 1.5])
+def test_saves_that_are_no_number(in_flight: Any) -> None:
+    with pytest.raises(ValueError, match=r"in_flight is .*: give a number of saves, 1 or more"):
+        AsyncSaver(in_flight=in_flight)
+
+
 def test_one_after_the_other(tmp_path: Path) -> None:
     state = {"step": torch.zeros(100_000, dtype=torch.int64), "more": torch.ones(3)}
     with AsyncSaver() as saver:
@@ -106,12 +169,12 @@ def test_nothing_is_left_of_many(path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(state, path)
         saver.wait()
-        memory = saver._memory._bytes.data_ptr()
+        memory = saver._spare[0]._bytes.data_ptr()
         before = (len(os.listdir("/proc/self/fd")), threading.active_count())
         for _ in range(SAVES):
             saver.save(state, path)
         saver.wait()
-        assert saver._memory._bytes.data_ptr() == memory
+        assert [each._bytes.data_ptr() for each in saver._spare] == [memory]
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert os.listdir(path.parent) == [path.name]
 
@@ -119,9 +182,10 @@ def test_nothing_is_left_of_many(path: Path) -> None:
 def test_memory_is_there_before_the_first(path: Path) -> None:
     state = large_state(seed=3, tensors=3)
     with AsyncSaver(memory_bytes=sum(tensor.nbytes for tensor in state.values()) + 4096) as saver:
-        memory = saver._memory._bytes.data_ptr()
+        memory = saver._spare[0]._bytes.data_ptr()
         saver.save(state, path)
-        assert saver._memory._bytes.data_ptr() == memory
+        saver.wait()
+        assert [each._bytes.data_ptr() for each in saver._spare] == [memory]
 
 
 @pytest.mark.parametrize("memory_bytes", ["1G", -1, 1.5])
@@ -220,13 +284,13 @@ def test_a_future_cannot_be_cancelled(path: Path, held: Callable[[], None]) -> N
     assert saving.durable.result().durable
 
 
+@pytest.mark.parametrize("thread", ["_copying", "_writing"])
 @pytest.mark.parametrize("thread_has_it", [True, False])
-def test_an_interrupt_when_the_thread_begins(path: Path, thread_has_it: bool) -> None:
+def test_an_interrupt_when_a_thread_begins(path: Path, thread: str, thread_has_it: bool) -> None:
     """The save goes on or was never begun; either way its memory is not written meanwhile."""
     client.save({"step": 1}, path)
     with AsyncSaver() as saver:
-        executor = saver._executor
-        assert executor is not None
+        executor = getattr(saver, thread)
         submit = executor.submit
 
         def interrupted(*arguments: Any) -> None:
@@ -234,12 +298,13 @@ def test_an_interrupt_when_the_thread_begins(path: Path, thread_has_it: bool) ->
                 submit(*arguments).result()
             raise KeyboardInterrupt
 
-        executor.submit = interrupted  # type: ignore[method-assign, assignment]
+        executor.submit = interrupted
         with pytest.raises(KeyboardInterrupt):
             saver.save({"step": 2}, path)
-        assert client.load(path) == {"step": 2 if thread_has_it else 1}
+        goes_on = thread == "_writing" and thread_has_it
+        assert client.load(path) == {"step": 2 if goes_on else 1}
         assert os.listdir(path.parent) == [path.name]
-        executor.submit = submit  # type: ignore[method-assign]
+        executor.submit = submit
         saver.save({"step": 3}, path)
     assert client.load(path) == {"step": 3}
 
@@ -258,7 +323,7 @@ def test_a_failure_keeps_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(writing, "write_pieces", failing)
     saver = AsyncSaver()
     saving = saver.save({"large": torch.ones(10**6)}, path)
-    memory = weakref.ref(saver._memory._bytes.untyped_storage())
+    memory = weakref.ref(saver._under_way[0].memory._bytes.untyped_storage())
     with pytest.raises(OSError, match="Input/output error"):
         saver.close()
     assert isinstance(saving.durable.exception(), OSError)
@@ -293,11 +358,12 @@ def test_what_cannot_be_saved_is_raised_at_once(path: Path) -> None:
 
 def test_one_that_does_not_end(path: Path, held: Callable[[], None]) -> None:
     saver = AsyncSaver(timeout_s=0.1)
-    saver.save(large_state(seed=6), path)
+    first = saver.save(large_state(seed=6), path)
     for call in (saver.wait, lambda: saver.save({}, path)):
         with pytest.raises(TimeoutError, match=r"the save of .*state.pt has not ended for 0 s"):
             call()
     held()
+    first.durable.result(60)
     saver.save(large_state(seed=7), path).durable.result(60)
     saver.close()
     assert same(client.load(path), large_state(seed=7))

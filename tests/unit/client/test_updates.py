@@ -210,7 +210,7 @@ def test_one_that_is_dropped_leaves_no_memory(path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW"])
     saver = AsyncSaver(optimizers=training.optimizer)
     saver.save(training.state(), path).durable.result(60)
-    memory = weakref.ref(saver._memory._bytes.untyped_storage())
+    memory = weakref.ref(saver._under_way[0].memory._bytes.untyped_storage())
     del saver
     gc.collect()
     assert memory() is None
@@ -248,7 +248,7 @@ def test_a_second_interrupt_holds_no_step(path: Path, monkeypatch: pytest.Monkey
                 exit_(*arguments)
                 raise KeyboardInterrupt
 
-            patched.setattr(saver._executor, "submit", interrupted)
+            patched.setattr(saver._writing, "submit", interrupted)
             patched.setattr(saving.Save, "__exit__", exit_interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(training.state(), path)
