@@ -59,10 +59,11 @@ $(STAMPS)/venv: $(STAMPS)/system
 	@touch $@
 
 # Without build isolation the build folder stays usable for quick rebuilds (`make native`). pyfuse3
-# comes first, with isolation: it is built from source with a newer setuptools than Debian's.
+# and deepspeed come first, with isolation: they are built from source with a newer setuptools than
+# Debian's.
 $(STAMPS)/packages: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(INSTALL) $(PIP_INDEX) -c constraints.txt \
-	  cmake ninja nanobind scikit-build-core pyfuse3
+	  cmake deepspeed ninja nanobind scikit-build-core pyfuse3
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(INSTALL) $(PIP_INDEX) --no-build-isolation -c constraints.txt \
 	  -e '.[test,bench,dev]'

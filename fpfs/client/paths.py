@@ -6,6 +6,8 @@ import logging
 import os
 from typing import Any
 
+import torch.distributed as dist
+
 from fpfs.core.mounts import mount_containing
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,24 @@ def check_threads(threads: int | None) -> None:
     """Raise ValueError of what is no number of threads."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+
+
+def ranks_here() -> int:
+    """By how many ranks this machine is shared, as far as a rank can tell."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's, DeepSpeed's
+        found = os.environ.get(name, "")
+        if found.isdigit():
+            return max(1, int(found))
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Return when a file, or the names in a directory, survive power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def default_threads() -> int:

@@ -54,7 +54,7 @@ from fpfs.client.boxes import Box
 from fpfs.client.container import Container
 from fpfs.client.filling import Filling, check_archive, read
 from fpfs.client.loading import ParallelFile
-from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, resolve
+from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_here, resolve
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement
 from fpfs.client.sharding import is_dtensor
@@ -173,7 +173,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         try:
             try:
                 reserve_file(fd, container.bytes)
-                threads = self._threads or max(1, default_threads() // _ranks_here())
+                threads = self._threads or max(1, default_threads() // ranks_here())
                 write(_all_of(container), container, fd=fd, threads=threads)
                 # Elsewhere than on fpfs the rename of the metadata may come before these bytes.
                 if self._durable or not is_on_fpfs(os.path.dirname(path)):
@@ -245,14 +245,6 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this can save to it: to a path."""
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
-
-
-def _ranks_here() -> int:
-    """By how many ranks processors are shared, as far as a rank can tell."""
-    found = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if found.isdigit():
-        return max(1, int(found))
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _all_of(container: Container) -> Share:

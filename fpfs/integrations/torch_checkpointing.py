@@ -35,7 +35,7 @@ from torch_checkpointing.storage.filesystem import (
 
 from fpfs.client.container import lay_out
 from fpfs.client.loading import ParallelFile
-from fpfs.client.paths import check_threads, is_on_fpfs, resolve
+from fpfs.client.paths import check_threads, flush, is_on_fpfs, resolve
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import lay_out_text
 from fpfs.client.saving import LayOut, Save
@@ -107,7 +107,7 @@ class FpfsStorage(LocalFileSystemStorage):
         super().mkdir(path, recursive)
         if self._durable:
             for each in missing:
-                _flush(each.parent)
+                flush(each.parent)
 
     def rename(
         self,
@@ -119,7 +119,7 @@ class FpfsStorage(LocalFileSystemStorage):
         """Give what is at `src_path` the name `dst_path`, as `Storage.rename` asks."""
         super().rename(src_path, dst_path, is_directory, background_cleanup)
         if self._durable:
-            _flush(dst_path.parent)
+            flush(dst_path.parent)
 
 
 class _Stream(io.RawIOBase):
@@ -184,15 +184,6 @@ class _Stream(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-
-def _flush(folder: Path) -> None:
-    """Return when the names in a folder survive power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 __all__ = ["FpfsStorage", "FpfsStorageConfig"]

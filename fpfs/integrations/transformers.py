@@ -35,6 +35,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
+from fpfs.client.paths import flush
 from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
@@ -313,12 +314,12 @@ def _finish(
             _remove(folder)
         else:
             for path in [*(each.path for each in os.scandir(folder)), folder]:
-                _flush(path)
+                flush(path)
             former = os.path.join(output, FORMER + name)
             with contextlib.suppress(FileNotFoundError):
                 os.rename(os.path.join(output, name), former)
             os.rename(folder, os.path.join(output, name))
-            _flush(output)
+            flush(output)
             for old in [former, *_obsolete(output, limit)]:
                 _remove(old)
     except BaseException as error:  # noqa: BLE001 who waits raises it
@@ -386,15 +387,6 @@ def _random_states(args: TrainingArguments) -> dict[str, Any]:
         else:
             states["cuda"] = torch.cuda.random.get_rng_state()
     return states
-
-
-def _flush(path: str) -> None:
-    """Return when a file, or the names in a directory, survive power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 __all__ = ["FpfsCallback"]

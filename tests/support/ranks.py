@@ -1,8 +1,8 @@
 """Worlds of torch.distributed: functions that run in several processes, a rank each.
 
-Processes are forked from one that has imported torch, which takes seconds, and which has one thread
-only, as who forks must. Another one serves the world's store, as torchrun's agent does, so a world
-outlives each of its ranks.
+Processes are forked from one that has imported torch, which takes seconds, and what a module's
+`before_forks` imports besides, and which has one thread only, as who forks must. Another one serves
+the world's store, as torchrun's agent does, so a world outlives each of its ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tests.support.ranks import be_rank, serve_store
 torch.set_num_threads(1)
 for line in sys.stdin:
     world = json.loads(line)
-    importlib.import_module(world["module"])
+    module = importlib.import_module(world["module"])
+    getattr(module, "before_forks", lambda: None)()
     (port_in, port_out), (life_in, life_out) = os.pipe(), os.pipe()
     server = os.fork()
     if server == 0:

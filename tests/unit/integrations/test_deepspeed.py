@@ -1,0 +1,329 @@
+"""DeepSpeed by fpfs: the files of its own, from which each resumes, beside training; what fails."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# DeepSpeed looks for an accelerator when it is imported.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_LOG_LEVEL", "error")
+import deepspeed
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (
+    TorchCheckpointEngine,
+)
+
+from fpfs.client import RankFailed, writing
+from fpfs.core import transfers
+from fpfs.integrations.deepspeed import register
+from tests.support.ranks import Worlds
+from tests.support.states import same
+
+# It would compile one of its collectives first; gloo has all that these tests need.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def before_forks() -> None:
+    """Import what each engine would import anew, which takes seconds."""
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def engine_of(*, stage: int, seed: int = 1, **config: Any) -> Any:
+    """An engine of DeepSpeed, as deepspeed.initialize returns it."""
+    # As DeepSpeed's launcher sets them.
+    os.environ.update(LOCAL_RANK=str(dist.get_rank()), LOCAL_SIZE=str(dist.get_world_size()))
+    os.environ.update(CROSS_RANK="0", CROSS_SIZE="1")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 3))
+    given = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage},
+        **config,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=given
+    )
+    return engine
+
+
+def train(engine: Any, *, steps: int) -> list[float]:
+    """Some steps, of which each has rows of its own; the losses."""
+    losses = []
+    for _ in range(steps):
+        rows = torch.randn(4, 40, generator=torch.Generator().manual_seed(engine.global_steps))
+        loss = engine(rows).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@contextmanager
+def writers_held() -> Iterator[threading.Event]:
+    """Files are not written before the event is set."""
+    go = threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(60)
+        return transfers.write_pieces(*arguments, **options)
+
+    writing.write_pieces = write
+    try:
+        yield go
+    finally:
+        go.set()
+        writing.write_pieces = transfers.write_pieces
+
+
+def latest(folder: str | Path) -> str | None:
+    try:
+        return Path(folder, "latest").read_text()
+    except FileNotFoundError:
+        return None
+
+
+def files_in(folder: str | Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.pt"))
+
+
+def records_of(path: Path) -> dict[str, bytes]:
+    """The pickled objects and the tensors of a file of torch.save, as they lie there."""
+    with zipfile.ZipFile(path) as archive:
+        found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    return {name: found[name] for name in found if name == "data.pkl" or name.startswith("data/")}
+
+
+def save_by_both(own: str, ours: str, stage: int) -> list[str]:
+    engine = engine_of(stage=stage)
+    train(engine, steps=2)
+    client_state = {"lines": ["read", 7], "more": torch.arange(5)}
+    engine.save_checkpoint(own, client_state=client_state)
+    register(engine)
+    engine.save_checkpoint(ours, client_state=client_state)
+    engine.destroy()
+    assert latest(ours) == latest(own) == "global_step2"
+    names = files_in(own)
+    assert files_in(ours) == names
+    if dist.get_rank() == 0:
+        for name in names:
+            assert records_of(Path(ours, name)) == records_of(Path(own, name)), name
+    return names
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_the_files_are_deepspeeds_own(forks: Worlds, tmp_path: Path, size: int, stage: int) -> None:
+    names, *_ = forks.start(size, save_by_both, tmp_path / "own", tmp_path / "fpfs", stage).values()
+    assert len(names) == (1 if stage == 0 else 1 + size if stage < 3 else 2 * size)
+
+
+def go_on(folder: str, stage: int, saves: bool, loads: bool) -> list[list[float]]:
+    """Train, save, load into another engine, and train both. By DeepSpeed what is not by fpfs."""
+    engine = engine_of(stage=stage)
+    train(engine, steps=2)
+    if saves:
+        register(engine)
+    engine.save_checkpoint(folder, client_state={"lines": 7})
+    unbroken = train(engine, steps=3)
+    engine.destroy()
+    other = engine_of(stage=stage, seed=2)
+    if loads:
+        register(other)
+    _, client_state = other.load_checkpoint(folder)
+    assert client_state["lines"] == 7
+    resumed = train(other, steps=3)
+    other.destroy()
+    return [unbroken, resumed]
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
+def test_each_resumes_from_the_others(
+    forks: Worlds, tmp_path: Path, saves: bool, loads: bool
+) -> None:
+    for unbroken, resumed in forks.start(2, go_on, tmp_path, 1, saves, loads).values():
+        assert resumed == unbroken
+
+
+def train_beside(folder: str) -> list[Any]:
+    engine = engine_of(stage=1)
+    registered = register(engine)
+    train(engine, steps=1)
+    engine.save_checkpoint(folder)
+    registered.wait()
+    assert latest(folder) == "global_step1"
+    with writers_held() as go:
+        train(engine, steps=1)
+        before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        engine.save_checkpoint(folder, tag="held")
+        train(engine, steps=2)
+        assert latest(folder) == "global_step1"
+        # One rank's files alone do not make it whole.
+        dist.barrier()
+        if dist.get_rank() == 1:
+            go.set()
+            registered._saver._under_way[-1].saving.durable.result(60)
+        dist.barrier()
+        found = latest(folder)
+        dist.barrier()
+    registered.wait()
+    assert (found, latest(folder)) == ("global_step1", "held")
+    weights = torch.load(Path(folder, "held", "mp_rank_00_model_states.pt"), weights_only=False)
+    assert same(list(weights["module"].values()), before)
+    engine.destroy()
+    return [engine.global_steps]
+
+
+def test_training_goes_on_while_it_saves(forks: Worlds, tmp_path: Path) -> None:
+    """`latest` names a checkpoint when the last rank's files are durable, and not before."""
+    assert forks.start(2, train_beside, tmp_path).values() == [[4], [4]]
+
+
+def fail(folder: str, how: str) -> list[str]:
+    """Rank 1 fails: what each rank is told, by the next save."""
+    engine = engine_of(stage=1)
+    registered = register(engine, timeout_s=60)
+    train(engine, steps=1)
+    engine.save_checkpoint(folder)
+    registered.wait()
+    is_rank_1 = dist.get_rank() == 1
+    client_state: dict[str, Any] = {}
+    if how == "device" and is_rank_1:
+
+        def failing(*_: object, **__: object) -> None:
+            raise OSError(28, os.strerror(28))
+
+        writing.write_pieces = failing  # type: ignore[assignment]
+    if how == "state" and not is_rank_1:
+        client_state["lock"] = threading.Lock()
+    train(engine, steps=1)
+    engine.save_checkpoint(folder, client_state=client_state)
+    train(engine, steps=1)
+    writing.write_pieces = transfers.write_pieces
+    said = []
+    try:
+        engine.save_checkpoint(folder)
+    except (OSError, TypeError, RankFailed) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    said.append(str(latest(folder)))
+    dist.barrier()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    said.append(str(latest(folder)))
+    return said
+
+
+@pytest.mark.parametrize("how", ["device", "state"])
+def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_save(
+    forks: Worlds, tmp_path: Path, how: str
+) -> None:
+    """No rank waits for ever, `latest` stays, and the save after that succeeds."""
+    ranks = forks.start(2, fail, tmp_path, how).values()
+    assert [each[1:] for each in ranks] == [["global_step1", "global_step3"]] * 2
+    if how == "device":
+        optimizer = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        cause = (
+            f"OSError: [Errno 28] No space left on device: '{tmp_path}/global_step2/{optimizer}'"
+        )
+        assert [each[0] for each in ranks] == [f"RankFailed: rank 1: {cause}", cause]
+    else:
+        cause = "TypeError: cannot pickle '_thread.lock' object"
+        assert [each[0] for each in ranks] == [cause, f"RankFailed: rank 0: {cause}"]
+
+
+def save_where_nobody_may(folder: str) -> str:
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, "file").write_text("")
+    engine = engine_of(stage=0)
+    registered = register(engine)
+    engine.save_checkpoint(f"{folder}/file/run")
+    try:
+        registered.wait()
+    except (OSError, RankFailed) as error:
+        return str(error)
+    return ""
+
+
+def test_a_directory_that_cannot_be_made(forks: Worlds, tmp_path: Path) -> None:
+    said = forks.start(2, save_where_nobody_may, tmp_path).values()
+    assert said == [f"[Errno 20] Not a directory: '{tmp_path}/file/run'"] * 2
+
+
+def save_at_once(folder: str, writer: dict[str, Any] | None) -> list[Any]:
+    """Save as the configuration says, or durably."""
+    checkpoint = {} if writer is None else {"checkpoint": {"writer": writer}}
+    engine = engine_of(stage=0, **checkpoint)
+    registered = register(engine, **({"decoupled": False} if writer is None else {}))
+    train(engine, steps=1)
+    engine.save_checkpoint(folder)
+    assert registered._concluded is None
+    assert not registered._saver._spare
+    said = [latest(folder), files_in(folder), engine.save_non_zero_checkpoint]
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("writer", [None, {"type": "python", "data_parallel": "replica"}])
+def test_a_save_that_ends_when_it_is_durable(
+    forks: Worlds, tmp_path: Path, writer: dict[str, Any] | None
+) -> None:
+    """Nothing is copied. Of what the configuration has several ranks write, one writes all."""
+    ranks = forks.start(2, save_at_once, tmp_path, writer).values()
+    expected = ["global_step1", ["global_step1/mp_rank_00_model_states.pt"]]
+    assert ranks == [[*expected, True], [*expected, False]]
+
+
+def save_weights(folder: str) -> list[Any]:
+    engine = engine_of(stage=1)
+    register(engine)
+    train(engine, steps=1)
+    with writers_held() as go:
+        engine.save_checkpoint(f"{folder}/run")
+        threading.Timer(0.2, go.set).start()
+        engine.save_16bit_model(folder)
+        # The checkpoint before it was waited for.
+        assert latest(f"{folder}/run") == "global_step1"
+    found = torch.load(Path(folder, "pytorch_model.bin"))
+    assert same(list(found.values()), list(engine.module.state_dict().values()))
+    engine.destroy()
+    return [latest(folder)]
+
+
+def test_weights_alone(forks: Worlds, tmp_path: Path) -> None:
+    assert forks.start(2, save_weights, tmp_path).values() == [[None], [None]]
+
+
+def misuse(folder: str) -> list[str]:
+    said = []
+    engine = engine_of(stage=0)
+    with pytest.raises(TypeError, match="engine that deepspeed.initialize returns first"):
+        register(engine.module)
+    with pytest.raises(ValueError, match="threads is 0"):
+        register(engine, threads=0)
+    assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
+    registered = register(engine, threads=1)
+    assert engine.checkpoint_engine is registered
+    with pytest.raises(RuntimeError, match="create"):
+        registered.save({}, f"{folder}/state.pt")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    with pytest.raises(ValueError, match="destroyed"):
+        engine.save_checkpoint(folder)
+    said.append(str(latest(folder)))
+    return said
+
+
+def test_misuse(forks: Worlds, tmp_path: Path) -> None:
+    assert forks.start(1, misuse, tmp_path).values() == [["global_step0"]]
