@@ -10,7 +10,6 @@ Concurrency: used by the benchmark's only thread.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -22,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework import Missing, Unavailable
+from benchmarks.framework import Unavailable
 from benchmarks.worker import TENSOR_BYTES, Worker
 from fpfs.testing import lab
 
 GIB = 1024 * 1024 * 1024
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOOLS = {"fpfs": "fpfs.cli.main", "fpfs-ctl": "fpfs.cli.ctl"}
-DEEPSPEED_VARIABLE = "FPFS_BENCH_DEEPSPEED_PYTHON"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +164,9 @@ class Bench:
                 server.stdout.close()  # type: ignore[union-attr]
 
     @contextlib.contextmanager
-    def worker(self, *, tensors: int = 0, python: Path | None = None) -> Iterator[Worker]:
+    def worker(self, *, tensors: int = 0) -> Iterator[Worker]:
         """A worker process with a state of `tensors` x 64 MiB, ready to be timed."""
-        worker = Worker(python=python)
+        worker = Worker()
         try:
             if tensors:
                 worker.call("state", tensors=tensors)
@@ -214,17 +212,6 @@ def remove(path: Path) -> None:
     """Remove a file if it is there, and let the filesystem finish with it."""
     path.unlink(missing_ok=True)
     os.sync()
-
-
-def deepspeed_python() -> Path | Missing:
-    """An interpreter that has DeepSpeed: this one, or the one named by the environment."""
-    named = os.environ.get(DEEPSPEED_VARIABLE)
-    if named:
-        return Path(named)
-    if importlib.util.find_spec("deepspeed") is not None:
-        return Path(sys.executable)
-    reason = f"no DeepSpeed here; {DEEPSPEED_VARIABLE} may name a Python that has it"
-    return Missing(name="DeepSpeed", reason=reason)
 
 
 def run_tool(name: str, *arguments: str) -> str:

@@ -155,7 +155,7 @@ class _DcpAsyncSave(_DcpSave):
         from torch.distributed.checkpoint import staging, state_dict_saver
 
         if self.in_process:
-            _join()
+            join()
         kind = state_dict_saver.AsyncCheckpointerType
         self._kind = kind.PROCESS if self.in_process else kind.THREAD
         self._stager = staging.DefaultStager(
@@ -245,10 +245,10 @@ class _DeepSpeed(NoCheckpoints):
     """
 
     def start(self) -> None:
-        from benchmarks.peers.deepspeed_engine import make_engine
+        from benchmarks.peers.deepspeed_engine import make_decoupled
 
-        _join()
-        self._engine = make_engine()
+        join()
+        self._engine = make_decoupled()
         self._info: Any = None
 
     def save(self, state: dict[str, Any]) -> None:
@@ -272,8 +272,8 @@ class _DeepSpeed(NoCheckpoints):
             self._info = None
 
 
-def _join() -> None:
-    """Be a group of one."""
+def join() -> None:
+    """Be a group of one, of torch.distributed."""
     import torch.distributed as dist
 
     os.environ["MASTER_ADDR"] = "127.0.0.1"

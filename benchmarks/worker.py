@@ -1,8 +1,8 @@
 """The process that saves and loads: a child of the benchmark, driven by JSON lines.
 
 Kept apart from the benchmark so that several can run at once, and so that the one that is timed
-has nothing else to do. Run with ``python -m benchmarks.worker``; another interpreter (one that has
-DeepSpeed) can run it too. `Worker` is the side of the benchmark.
+has nothing else to do. Run with ``python -m benchmarks.worker``. `Worker` is the side of the
+benchmark.
 
 Invariants:
   * Buffers are filled with random bytes, hence touched, before anything is timed.
@@ -49,10 +49,10 @@ class Timing:
 class Worker:
     """A running worker process."""
 
-    def __init__(self, *, python: Path | None = None) -> None:
+    def __init__(self) -> None:
         root = Path(__file__).resolve().parent.parent
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-m", "benchmarks.worker"],
+            [sys.executable, "-m", "benchmarks.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -313,6 +313,22 @@ class Commands:
         """Until that is saved, by fpfs durable."""
         wait = getattr(self._plugin, "wait", self._plugin.teardown)
         wait()
+
+    def save_by_deepspeed(self, *, path: str, engine: str) -> None:
+        """Save a checkpoint as DeepSpeed does, by an engine: until weights may be updated."""
+        from benchmarks.peers.deepspeed_engine import make_decoupled, make_fpfs, make_torch, save
+        from benchmarks.training import join
+
+        if self._plugin is None:
+            join()
+            make = {"torch": make_torch, "decoupled": make_decoupled, "fpfs": make_fpfs}
+            self._plugin = make[engine]()
+        save(self._plugin, self._state, path)
+
+    def wait_deepspeed(self) -> None:
+        """Until that is saved, by fpfs durable."""
+        if hasattr(self._plugin, "wait"):
+            self._plugin.wait()
 
     def load_dcp(self, *, path: str, by_fpfs: bool) -> None:
         """Load with torch.distributed.checkpoint into the state."""

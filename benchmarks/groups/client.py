@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework import Bound, Contender, Entry, Group, Missing, Sense
+from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.groups.checksums import TICKS_A_SECOND, machine_ticks
 from benchmarks.peers import fio
 from benchmarks.places import (
     GIB,
     Bench,
-    deepspeed_python,
     drop_caches,
     state_bytes,
     sync,
@@ -173,21 +172,17 @@ def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
             rotating("torch.save to fpfs", workers=[worker], command="save", fsync=True, **on_fpfs),
         ]
         entries: list[Entry] = [counted(save) for save in saves]
-        deepspeed = _deepspeed(bench, stack, plain, tensors=tensors)
-        entries.append(deepspeed if isinstance(deepspeed, Missing) else counted(deepspeed))
+        entries.append(counted(_deepspeed(bench, stack, plain, tensors=tensors)))
         yield entries
 
 
 def _deepspeed(
     bench: Bench, stack: contextlib.ExitStack, plain: Path, *, tensors: int
-) -> Contender | Missing:
-    """DeepSpeed's writer, which has an interpreter of its own."""
-    python = deepspeed_python()
-    if isinstance(python, Missing):
-        return python
+) -> Contender:
+    """DeepSpeed's writer, in its best mode."""
     return rotating(
         "DeepSpeed",
-        workers=[stack.enter_context(bench.worker(tensors=tensors, python=python))],
+        workers=[stack.enter_context(bench.worker(tensors=tensors))],
         folder=plain,
         total_bytes=state_bytes(tensors),
         settle=sync,

@@ -7,15 +7,25 @@ are quiet, before the next round.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.groups.client import beside, rotating
 from benchmarks.peers import fio
 from benchmarks.places import Bench, state_bytes, sync
 from benchmarks.worker import alike
+
+
+class _Save(NamedTuple):
+    """A way to save, and where."""
+
+    name: str
+    on_fpfs: bool
+    command: str
+    options: dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -49,55 +59,63 @@ def _lightning(bench: Bench) -> Iterator[Sequence[Entry]]:
 
 
 @contextlib.contextmanager
-def _safetensors(bench: Bench) -> Iterator[Sequence[Entry]]:
-    tensors = 2 * bench.scale.tensors
-    total_bytes = state_bytes(tensors)
+def _deepspeed(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """Seconds until weights may be updated, nothing being done meanwhile."""
+    tensors = bench.scale.tensors
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
-        worker = stack.enter_context(bench.worker(tensors=tensors))
-        common: dict[str, Any] = {"workers": [worker], "total_bytes": total_bytes}
-        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
+        def saving(name: str, folder: Path, engine: str) -> Contender:
+            return beside(
+                name,
+                worker=stack.enter_context(bench.worker(tensors=tensors)),
+                folder=folder,
+                flush=mount.flush,
+                command="save_by_deepspeed",
+                wait="wait_deepspeed",
+                engine=engine,
+            )
 
-        limit()
-        own: dict[str, Any] = {"command": "save_safetensors", "fsync": True}
+        copying = stack.enter_context(bench.worker(tensors=tensors))
+        copying.call("copy")
         yield [
-            Contender(name="fio, overwriting", play=limit, settle=sync),
-            rotating("fpfs.save_safetensors", command="save_safetensors_by_fpfs", **on_fpfs),
-            rotating("safetensors to fpfs", **own, **on_fpfs),
-            rotating("safetensors", folder=plain, settle=sync, **own, **common),
+            Contender(name="copy", play=lambda: alike([copying], "copy")),
+            saving("registered", mount.path, "fpfs"),
+            saving("DeepSpeed", plain, "torch"),
+            saving("DeepSpeed on fpfs", mount.path, "torch"),
+            saving("DeepSpeed, decoupled", plain, "decoupled"),
         ]
 
 
 @contextlib.contextmanager
-def _torch_checkpointing(bench: Bench) -> Iterator[Sequence[Entry]]:
+def _durable(bench: Bench, *, saves: Sequence[_Save]) -> Iterator[Sequence[Entry]]:
+    """Durable saves beside the device's limit."""
     tensors = 2 * bench.scale.tensors
     total_bytes = state_bytes(tensors)
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
         worker = stack.enter_context(bench.worker(tensors=tensors))
-        common: dict[str, Any] = {
-            "workers": [worker],
-            "total_bytes": total_bytes,
-            "command": "save_torch_checkpointing",
-            "fsync": True,
-        }
-        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
 
         def limit() -> float:
             return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
 
         limit()
-        yield [
-            Contender(name="fio, overwriting", play=limit, settle=sync),
-            rotating("FpfsStorageConfig", direct=False, by_fpfs=True, **on_fpfs),
-            rotating("its own to fpfs", direct=True, **on_fpfs),
-            rotating("its own", direct=False, folder=plain, settle=sync, **common),
+        entries: list[Entry] = [Contender(name="fio, overwriting", play=limit, settle=sync)]
+        entries += [
+            rotating(
+                save.name,
+                workers=[worker],
+                total_bytes=total_bytes,
+                folder=mount.path if save.on_fpfs else plain,
+                settle=mount.flush if save.on_fpfs else sync,
+                command=save.command,
+                **save.options,
+            )
+            for save in saves
         ]
+        yield entries
 
 
 GROUPS = (
@@ -105,7 +123,14 @@ GROUPS = (
         name="safetensors-save",
         title="a file of safetensors, durable, over two names in turn",
         unit="GB/s",
-        open=_safetensors,
+        open=functools.partial(
+            _durable,
+            saves=(
+                _Save("fpfs.save_safetensors", True, "save_safetensors_by_fpfs", {}),
+                _Save("safetensors to fpfs", True, "save_safetensors", {"fsync": True}),
+                _Save("safetensors", False, "save_safetensors", {"fsync": True}),
+            ),
+        ),
         bounds=(
             Bound(contender="fpfs.save_safetensors", peer="fio, overwriting", figure=0.85),
             Bound(contender="fpfs.save_safetensors", peer="safetensors", figure=1.5),
@@ -115,7 +140,17 @@ GROUPS = (
         name="torch_checkpointing-save",
         title="a checkpoint of Meta's torch_checkpointing, durable, to two directories in turn",
         unit="GB/s",
-        open=_torch_checkpointing,
+        open=functools.partial(
+            _durable,
+            saves=tuple(
+                _Save(name, on_fpfs, "save_torch_checkpointing", {"fsync": True, **options})
+                for name, on_fpfs, options in (
+                    ("FpfsStorageConfig", True, {"direct": False, "by_fpfs": True}),
+                    ("its own to fpfs", True, {"direct": True}),
+                    ("its own", False, {"direct": False}),
+                )
+            ),
+        ),
         bounds=(
             Bound(contender="FpfsStorageConfig", peer="fio, overwriting", figure=0.85),
             Bound(contender="FpfsStorageConfig", peer="its own", figure=1.5),
@@ -129,6 +164,16 @@ GROUPS = (
         bounds=(
             Bound(contender="FpfsCheckpointIO", peer="copy", figure=1.15, sense=Sense.AT_MOST),
             Bound(contender="FpfsCheckpointIO", peer="Lightning", sense=Sense.AT_MOST, figure=0.5),
+        ),
+    ),
+    Group(
+        name="deepspeed-stall",
+        title="a DeepSpeed checkpoint of 1 GiB, until weights may be updated",
+        unit="s",
+        open=_deepspeed,
+        bounds=(
+            Bound(contender="registered", peer="copy", figure=1.15, sense=Sense.AT_MOST),
+            Bound(contender="registered", peer="DeepSpeed", sense=Sense.AT_MOST, figure=0.5),
         ),
     ),
 )

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework import Bound, Contender, Entry, Group, Missing, nothing
+from benchmarks.framework import Bound, Contender, Entry, Group, nothing
 from benchmarks.peers import fio
-from benchmarks.places import Bench, FpfsMount, deepspeed_python, remove, state_bytes, sync
+from benchmarks.places import Bench, FpfsMount, remove, state_bytes, sync
 from benchmarks.worker import Worker
 
 FILE = "state.pt"
@@ -105,10 +105,7 @@ def _device_speed(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
 def _deepspeed(
     bench: Bench, stack: contextlib.ExitStack, plain: Path, *, tensors: int
 ) -> list[Entry]:
-    python = deepspeed_python()
-    if isinstance(python, Missing):
-        return [python]
-    worker = stack.enter_context(bench.worker(tensors=tensors, python=python))
+    worker = stack.enter_context(bench.worker(tensors=tensors))
     path = plain / "deepspeed.pt"
     return [
         saver(

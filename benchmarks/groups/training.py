@@ -15,9 +15,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.framework import Bound, Contender, Entry, Group, Missing, Sense
+from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.groups.striping import DEVICE_BYTES, MIB_PER_S
-from benchmarks.places import Bench, deepspeed_python, sync
+from benchmarks.places import Bench, sync
 from benchmarks.worker import Worker
 
 ITERATIONS = 4
@@ -120,8 +120,8 @@ def _training(bench: Bench) -> Iterator[Sequence[Entry]]:
             bytes_per_s = round(state_bytes / (PERSIST * iteration_s))
             lab.throttle.limit(device.device_number, bytes_per_s=bytes_per_s)
 
-        def trainer(saver: str, folder: Path, python: Path | None = None) -> _Trainer:
-            worker = stack.enter_context(bench.worker(python=python))
+        def trainer(saver: str, folder: Path) -> _Trainer:
+            worker = stack.enter_context(bench.worker())
             return _Trainer(worker, saver, folder, set_speed)
 
         entries: list[Entry] = [
@@ -129,14 +129,7 @@ def _training(bench: Bench) -> Iterator[Sequence[Entry]]:
             trainer("fpfs_save", mount.path).alone(),
         ]
         entries += [trainer(saver, mount.path).contender(name) for name, saver in FPFS.items()]
-        python = deepspeed_python()
-        for name, saver in OTHERS.items():
-            if saver != "deepspeed":
-                entries.append(trainer(saver, plain).contender(name))
-            elif isinstance(python, Missing):
-                entries.append(Missing(name=name, reason=python.reason))
-            else:
-                entries.append(trainer(saver, plain, python).contender(name))
+        entries += [trainer(saver, plain).contender(name) for name, saver in OTHERS.items()]
         yield entries
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's decoupled checkpoint engine as a peer: a process that writes with FastFileWriter.
+"""DeepSpeed's checkpoint engines, and the one that fpfs registers.
 
-Runs in a worker whose interpreter has DeepSpeed. The process is forked, so it has what
+The decoupled one has a process that writes with FastFileWriter. It is forked, so it has what
 `deepspeed_writer` replaces; DeepSpeed would start it anew.
 
 Concurrency: one save at a time.
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.peers import deepspeed_writer as writer
 
 
-def make_engine() -> Any:
+def make_decoupled() -> Any:
     """A DecoupledCheckpointEngine with the same buffers as `deepspeed_writer`."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -53,3 +53,37 @@ def make_engine() -> Any:
     )
     rank = DataParallelWriterConfig(world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True)
     return DecoupledCheckpointEngine(config, rank, optimize_dp_state=False)
+
+
+def make_torch() -> Any:
+    """The engine that DeepSpeed has by default: torch.save."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    return TorchCheckpointEngine(
+        SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
+    )
+
+
+def make_fpfs() -> Any:
+    """The engine that fpfs registers."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from fpfs.client import ALONE
+    from fpfs.client.paths import default_threads
+    from fpfs.integrations.deepspeed import FpfsCheckpointEngine
+
+    return FpfsCheckpointEngine(
+        group=ALONE, decoupled=True, threads=default_threads(), timeout_s=300
+    )
+
+
+def save(engine: Any, state: dict[str, Any], path: str) -> None:
+    """What save_checkpoint asks of an engine, and the next step before it updates weights."""
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+    save_dir, tag = os.path.split(path)
+    info = CheckpointCommitInfo(tag=tag, save_dir=save_dir, save_latest=False)
+    engine.create(info)
+    engine.save(state, path)
+    if not engine.is_decoupled() or engine.get_commit_info() is not None:
+        engine.commit(info)

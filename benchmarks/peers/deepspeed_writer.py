@@ -1,6 +1,7 @@
 """DeepSpeed's FastFileWriter as a peer: torch.save into its pinned, double-buffered direct writer.
 
-Runs in a worker whose interpreter has DeepSpeed (see `benchmarks.places.deepspeed_python`).
+DeepSpeed compiles what it writes with, once for a machine: that needs ninja, which is beside the
+interpreter, and libaio's header.
 
 Quiet: the accelerator is named beforehand, or DeepSpeed looks for one and warns.
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -22,6 +25,7 @@ BUFFER_BYTES = 256 * 1024 * 1024
 @functools.cache
 def handle_and_buffer() -> tuple[Any, Any]:
     """What writes, and the locked memory that it writes from."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
