@@ -89,7 +89,8 @@ class AsyncSaver:
     """Saves beside training, one checkpoint after the other.
 
     group, plan, timeout_s: as `save` has them.
-    in_flight: how many saves are under way at most, each with a copy of its own.
+    in_flight: how many saves are under way at most, each with a copy of its own. A group of several
+        ranks has one: they learn of failures, and wait, at the same calls.
     memory_bytes: taken and touched now, for each copy of what this rank writes of a state; what is
         missing, the first saves add, which take ten times as long then.
     optimizers: their parameters and states in the processor's memory are copied after `save` has
@@ -178,7 +179,13 @@ class AsyncSaver:
         self._make_room()
         before = self._updates.saving
         held = self._updates.hold()
-        steps = Save(peers_of(self._group, timeout_s=self._timeout_s))
+        peers = peers_of(self._group, timeout_s=self._timeout_s)
+        if peers.size > 1 and self._in_flight > 1:
+            raise ValueError(
+                f"in_flight is {self._in_flight}, and a group of {peers.size} ranks has one save"
+                " under way: leave it out, or give group=fpfs.ALONE for files of this rank's own"
+            )
+        steps = Save(peers)
         steps.__enter__()
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
         entered = [steps]

@@ -62,6 +62,18 @@ def ranks_here() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def parents_of_missing(path: str | os.PathLike[str]) -> list[str]:
+    """Where names are new when the directory `path` is made, and those above it that are missing.
+
+    What was made survives power loss when these are flushed.
+    """
+    found, at = [], os.path.abspath(path)
+    while not os.path.exists(at):
+        at = os.path.dirname(at)
+        found.append(at)
+    return found
+
+
 def flush(path: str | os.PathLike[str]) -> None:
     """Return when a file, or the names in a directory, survive power loss."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

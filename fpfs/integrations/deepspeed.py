@@ -7,6 +7,7 @@ waits: a thread sees to it that `latest` names a checkpoint when all ranks' file
 
 Invariants:
   * `latest` names a checkpoint whose files are durable, of all ranks.
+  * A save that was cut off, by whatever `save_checkpoint` raises, is never named.
   * What a save has failed of, on whatever rank, all ranks raise at the next call.
 
 Concurrency: DeepSpeed calls from the training thread. `_conclude` runs in a thread of its own, for
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,8 +35,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fpfs.client.async_saving import AsyncSaver
 from fpfs.client.loading import MapLocation, load
-from fpfs.client.paths import check_threads, default_threads, flush, ranks_here
-from fpfs.client.peers import ALONE, Alone, Peers, peers_of
+from fpfs.client.paths import (
+    check_threads,
+    default_threads,
+    flush,
+    parents_of_missing,
+    ranks_here,
+)
+from fpfs.client.peers import ALONE, Alone, Peers, RankFailed, peers_of
 from fpfs.client.replacement import Replacement
 from fpfs.client.saving import Save
 from fpfs.client.topology import TIMEOUT_S
@@ -57,12 +66,13 @@ def register(
         ranks. None: as the configuration says in ``checkpoint.writer``, and True if it has none.
     threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
         by the ranks of a machine.
-    timeout_s: seconds that a rank waits at most for another, or for the save before.
+    timeout_s: seconds that a rank waits at most for another, or for a file to become durable.
 
     All ranks call it. Of ``checkpoint.writer`` the key `decoupled` means the same; each file is one
     rank's, so `data_parallel` is not followed; the other keys say how DeepSpeed's writers write.
 
-    Returns what is `engine.checkpoint_engine` from now on. Raises TypeError of what is no engine.
+    Returns what is `engine.checkpoint_engine` from now on. Raises TypeError of what is no engine,
+    ValueError of one that is registered.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(
@@ -71,6 +81,8 @@ def register(
         )
     check_threads(threads)
     former = engine.checkpoint_engine
+    if isinstance(former, FpfsCheckpointEngine):
+        raise ValueError("the engine is registered already")
     if decoupled is None:
         decoupled = not isinstance(former, FastCheckpointEngine)
     former.cleanup()
@@ -85,10 +97,28 @@ def register(
     registered = engine.checkpoint_engine = FpfsCheckpointEngine(
         # Messages of training's groups are not mixed with these.
         group=dist.new_group(backend="gloo") if dist.get_world_size() > 1 else ALONE,
-        decoupled=decoupled,
         threads=threads,
+        # Nothing waits for the copy's end then, so there need be none.
+        copies=decoupled,
         timeout_s=timeout_s,
     )
+    saves, loads = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(saves)
+    def save_checkpoint(*arguments: Any, **options: Any) -> Any:
+        with registered.checkpoint():
+            saved = saves(*arguments, **options)
+        if not decoupled:
+            registered.wait()
+        return saved
+
+    @functools.wraps(loads)
+    def load_checkpoint(*arguments: Any, **options: Any) -> Any:
+        # Ranks read `latest`, each by itself.
+        registered.wait()
+        return loads(*arguments, **options)
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return registered
 
 
@@ -97,27 +127,27 @@ class _Checkpoint:
     """A checkpoint whose files are saved, or were and are not all durable."""
 
     info: CheckpointCommitInfo
+    folder: str
+    """Where it and `latest` are, links followed, wherever this process goes to."""
     peers: Peers
+    """Entered in the training thread: in the same order on all ranks."""
     failure: Exception | None
     """What this rank has failed of already."""
+    unflushed: list[str]
+    """Directories in which others were made."""
 
 
 class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """What an engine saves and loads by; `register` makes one."""
 
     def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | Alone,
-        decoupled: bool,
-        threads: int,
-        timeout_s: float,
+        self, *, group: dist.ProcessGroup | Alone, threads: int, copies: bool, timeout_s: float
     ) -> None:
         super().__init__()
         self.name = type(self).__name__
         self._group = group
-        self._decoupled = decoupled
         self._threads = threads
+        self._copies = copies
         self._timeout_s = timeout_s
         self._saver = AsyncSaver(
             group=ALONE, in_flight=FILES_MAX, threads=threads, timeout_s=timeout_s
@@ -129,24 +159,38 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._concluded: Future[None] | None = None
         """Of the last one, until somebody has waited for it."""
         self._no_directory: OSError | None = None
+        """What is to be told of the checkpoint that is not begun yet."""
+        self._unflushed: list[str] = []
+
+    # --- what an engine calls ---
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory; `commit` raises what that fails of, on all ranks."""
+        """Make a directory. What that fails of belongs to the checkpoint: all ranks raise it."""
         try:
+            parents = parents_of_missing(path)
             os.makedirs(path, exist_ok=exist_ok)
+            self._unflushed += parents
         except OSError as error:
-            # One rank calls this, and all wait for it.
+            # Some of these calls are one rank's, for which all wait.
             logger.error("%s", error)
-            self._no_directory = error
+            if self._begun is None:
+                self._no_directory = error
+            elif self._begun.failure is None:
+                self._begun.failure = error
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a checkpoint; raise what the one before has failed of."""
         if self._closed:
             raise ValueError("the engine was destroyed: give fpfs another one")
-        self.wait()
         failure, self._no_directory = self._no_directory, None
+        self.wait()
+        # What is left is of one that was cut off: the log has what it failed of.
+        with contextlib.suppress(Exception):
+            self._saver.wait()
         peers = peers_of(self._group, timeout_s=self._timeout_s, call="save_checkpoint")
-        self._begun = _Checkpoint(info, peers.__enter__(), failure)
+        folder = os.path.realpath(info.save_dir)
+        self._begun = _Checkpoint(info, folder, peers.__enter__(), failure, self._unflushed)
+        self._unflushed = []
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save a file of the checkpoint: when this returns, the state may change.
@@ -159,7 +203,7 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if checkpoint.failure is not None:
             return
         try:
-            if self._decoupled:
+            if self._copies:
                 self._saver.save(state_dict, path)
             else:
                 with Save(ALONE) as steps:
@@ -170,9 +214,8 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             checkpoint.failure = error.with_traceback(None)
 
     def is_decoupled(self) -> bool:
-        """Whether nobody commits. An engine asks when it has saved all files of a checkpoint."""
-        self._end_of_files()
-        return self._decoupled
+        """An engine writes `latest` itself otherwise, when one rank's files are there."""
+        return True
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
         """What is to be committed before the next step: nothing is."""
@@ -181,26 +224,13 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Return when the checkpoint is durable, of all ranks; raises as `wait` does."""
         del info
+        self._conclude_begun()
         self.wait()
         return True
 
     def load(self, path: str, map_location: MapLocation = None) -> Any:
-        """Load a file, when the last checkpoint is durable; as `fpfs.load` does."""
-        self.wait()
+        """Load a file, as `fpfs.load` does."""
         return load(path, group=ALONE, map_location=map_location, weights_only=False)
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is durable, of all ranks, and `latest` names it.
-
-        Raises what this rank has failed of, or RankFailed of what another has, once.
-        """
-        self._end_of_files()
-        concluded = self._concluded
-        if concluded is None:
-            return
-        concluded.exception()
-        self._concluded = None
-        concluded.result()
 
     def cleanup(self) -> None:
         """As `wait`; nothing can be saved any more. An engine's `destroy` calls it."""
@@ -209,12 +239,49 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._closed = True
             self._concluding.shutdown(wait=False)
-            self._saver.close()
+            with contextlib.suppress(Exception):  # as in create()
+                self._saver.close()
 
-    def _end_of_files(self) -> None:
+    # --- what others call ---
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Within this the files of a checkpoint are saved; what it raises cuts the save off."""
+        self._no_directory = None
+        try:
+            yield
+        except BaseException as error:
+            self._cut_off(error)
+            raise
+        self._conclude_begun()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is durable, of all ranks, and `latest` names it.
+
+        Raises what this rank has failed of, or RankFailed of what another has, once.
+        """
+        self._cut_off(RuntimeError("it was not saved to its end"))
+        concluded = self._concluded
+        if concluded is None:
+            return
+        concluded.exception()
+        self._concluded = None
+        concluded.result()
+
+    def _conclude_begun(self) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
+            begun.unflushed += self._unflushed
+            self._unflushed = []
             self._concluded = self._concluding.submit(_conclude, begun, self._saver)
+
+    def _cut_off(self, error: BaseException) -> None:
+        """Let the other ranks know that what is begun has no end."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            logger.error("checkpoint %s in %s was cut off: %s", begun.info.tag, begun.folder, error)
+            self._unflushed += begun.unflushed
+            begun.peers.__exit__(type(error), error, error.__traceback__)
 
 
 def _conclude(checkpoint: _Checkpoint, saver: AsyncSaver) -> None:
@@ -222,29 +289,35 @@ def _conclude(checkpoint: _Checkpoint, saver: AsyncSaver) -> None:
 
     Nobody else uses `saver` meanwhile.
     """
-    info = checkpoint.info
+    info, folder = checkpoint.info, checkpoint.folder
 
-    def name(ranks: list[None]) -> list[None]:
+    def name(tags: list[str]) -> list[None]:
+        for rank, tag in enumerate(tags):
+            if tag != info.tag:
+                raise RankFailed(rank, f"saved the tag {tag!r}, and rank 0 {info.tag!r}")
         if info.save_latest:
-            with Replacement(os.path.join(os.path.realpath(info.save_dir), "latest")) as latest:
+            with Replacement(os.path.join(folder, "latest")) as latest:
                 os.write(latest.fd, info.tag.encode())
                 latest.commit(durable=True)
-        return ranks
+        return [None] * len(tags)
 
     try:
-        with checkpoint.peers as peers:
+        with contextlib.ExitStack() as stack:
+            stack.push(checkpoint.peers)  # create() has entered it
+            try:
+                saver.wait()
+            except Exception as error:  # noqa: BLE001 one of the two is raised
+                raise checkpoint.failure or error from None
             if checkpoint.failure is not None:
                 raise checkpoint.failure
-            saver.wait()
-            for folder in (info.save_dir, os.path.join(info.save_dir, os.pardir)):
-                with contextlib.suppress(FileNotFoundError):  # this rank has saved no file
-                    flush(folder)
-            peers.exchange("durable", None, name, of=type(None))
+            for each in checkpoint.unflushed:
+                flush(each)
+            checkpoint.peers.exchange("durable", info.tag, name, of=type(None))
     except BaseException as error:
         logger.error(
             "checkpoint %s in %s is not whole, so nothing names it as the latest: %s: %s",
             info.tag,
-            info.save_dir,
+            folder,
             type(error).__name__,
             error,
         )

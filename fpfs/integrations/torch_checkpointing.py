@@ -35,7 +35,7 @@ from torch_checkpointing.storage.filesystem import (
 
 from fpfs.client.container import lay_out
 from fpfs.client.loading import ParallelFile
-from fpfs.client.paths import check_threads, flush, is_on_fpfs, resolve
+from fpfs.client.paths import check_threads, flush, is_on_fpfs, parents_of_missing, resolve
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import lay_out_text
 from fpfs.client.saving import LayOut, Save
@@ -103,11 +103,11 @@ class FpfsStorage(LocalFileSystemStorage):
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Make a directory, if it is not there; and those above it."""
-        missing = [each for each in (path, *path.parents) if not each.exists()]
+        parents = parents_of_missing(path)
         super().mkdir(path, recursive)
         if self._durable:
-            for each in missing:
-                flush(each.parent)
+            for each in parents:
+                flush(each)
 
     def rename(
         self,

@@ -26,6 +26,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (
 
 from fpfs.client import RankFailed, writing
 from fpfs.core import transfers
+from fpfs.integrations import deepspeed as integration
 from fpfs.integrations.deepspeed import register
 from tests.support.ranks import Worlds
 from tests.support.states import same
@@ -161,7 +162,9 @@ def train_beside(folder: str) -> list[Any]:
     engine = engine_of(stage=1)
     registered = register(engine)
     train(engine, steps=1)
-    engine.save_checkpoint(folder)
+    os.chdir(folder)
+    engine.save_checkpoint(".")
+    os.chdir("/")
     registered.wait()
     assert latest(folder) == "global_step1"
     with writers_held() as go:
@@ -243,22 +246,145 @@ def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_save(
         assert [each[0] for each in ranks] == [cause, f"RankFailed: rank 0: {cause}"]
 
 
-def save_where_nobody_may(folder: str) -> str:
-    Path(folder).mkdir(exist_ok=True)
-    Path(folder, "file").write_text("")
+def save_where_nobody_may(folder: str) -> list[str]:
     engine = engine_of(stage=0)
     registered = register(engine)
-    engine.save_checkpoint(f"{folder}/file/run")
-    try:
+    said = []
+    for save in (
+        lambda: engine.save_checkpoint(f"{folder}/file/run"),
+        lambda: engine.save_checkpoint(folder, tag="file"),
+        lambda: engine.save_16bit_model(f"{folder}/file/run"),
+    ):
+        try:
+            save()
+            registered.wait()
+        except (OSError, RankFailed) as error:
+            said.append(str(error))
+        engine.save_checkpoint(folder, tag=f"good{len(said)}")
         registered.wait()
-    except (OSError, RankFailed) as error:
-        return str(error)
-    return ""
+        said.append(str(latest(folder)))
+    engine.destroy()
+    return said
 
 
 def test_a_directory_that_cannot_be_made(forks: Worlds, tmp_path: Path) -> None:
-    said = forks.start(2, save_where_nobody_may, tmp_path).values()
-    assert said == [f"[Errno 20] Not a directory: '{tmp_path}/file/run'"] * 2
+    """The save fails of it, on all ranks, and the next one does not."""
+    (tmp_path / "file").write_text("")
+    own, other = forks.start(2, save_where_nobody_may, tmp_path).values()
+    no_run = f"[Errno 20] Not a directory: '{tmp_path}/file/run'"
+    no_tag = f"[Errno 17] File exists: '{tmp_path}/file'"
+    assert own == [no_run, "good1", no_tag, "good3", no_run, "good5"]
+    assert other == [*own[:4], f"rank 0: NotADirectoryError: {no_run}", "good5"]
+
+
+def save_cut_off(folder: str, how: str) -> list[str]:
+    """A save is left by an exception, on all ranks; what `latest` is then, and behind the next."""
+    checks = {"checkpoint": {"tag_validation": "FAIL"}}
+    engine = engine_of(stage=0, **checks)
+    registered = register(engine)
+    engine.save_checkpoint(folder, tag="whole")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    states = engine.lr_scheduler.state_dict
+    if how == "interrupt":
+        engine.lr_scheduler.state_dict = interrupted
+    said = []
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{dist.get_rank()}")
+    except (AssertionError, KeyboardInterrupt) as error:
+        said.append(type(error).__name__)
+    engine.lr_scheduler.state_dict = states
+    dist.barrier()
+    train(engine, steps=1)
+    registered.wait()
+    said.append(str(latest(folder)))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return [*said, str(latest(folder))]
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "error"), [("interrupt", 1, "KeyboardInterrupt"), ("tags", 2, "AssertionError")]
+)
+def test_a_save_that_is_cut_off_is_never_named(
+    forks: Worlds, tmp_path: Path, how: str, size: int, error: str
+) -> None:
+    ranks = forks.start(size, save_cut_off, tmp_path, how).values()
+    assert ranks == [[error, "whole", "global_step1"]] * size
+
+
+def save_tags_that_differ(folder: str) -> list[str]:
+    engine = engine_of(stage=0, checkpoint={"tag_validation": "IGNORE"})
+    registered = register(engine)
+    engine.save_checkpoint(folder, tag=f"tag{dist.get_rank()}")
+    try:
+        registered.wait()
+    except RankFailed as error:
+        return [str(error), str(latest(folder))]
+    return []
+
+
+def test_tags_that_differ(forks: Worlds, tmp_path: Path) -> None:
+    said = "rank 1: saved the tag 'tag1', and rank 0 'tag0'"
+    ranks = forks.start(2, save_tags_that_differ, tmp_path).values()
+    assert ranks == [[said, "None"]] * 2
+
+
+def fail_late(folder: str) -> list[Any]:
+    """The second file fails at once, and the first when that is known."""
+    engine = engine_of(stage=1)
+    registered = register(engine)
+    go = threading.Event()
+    saves = registered._saver.save
+
+    def failing(*_: object, **__: object) -> None:
+        assert go.wait(60)
+        raise OSError(28, os.strerror(28))
+
+    def save(state: Any, path: str) -> Any:
+        if "optim" in path:
+            threading.Timer(0.2, go.set).start()
+            raise MemoryError("none is left")
+        return saves(state, path)
+
+    writing.write_pieces = failing  # type: ignore[assignment]
+    registered._saver.save = save  # type: ignore[method-assign]
+    engine.save_checkpoint(folder, tag="first")
+    said = []
+    try:
+        registered.wait()
+    except MemoryError as error:
+        said.append(str(error))
+    assert go.is_set()
+    writing.write_pieces = transfers.write_pieces
+    registered._saver.save = saves  # type: ignore[method-assign]
+    engine.save_checkpoint(folder, tag="second")
+    engine.destroy()
+    return [*said, latest(folder), files_in(f"{folder}/first")]
+
+
+def test_all_that_a_save_fails_of_is_its_own(forks: Worlds, tmp_path: Path) -> None:
+    """Also what fails of it later; the next one is saved."""
+    assert forks.start(1, fail_late, tmp_path).values() == [["none is left", "second", []]]
+
+
+def load_at_once(folder: str) -> list[str]:
+    engine = engine_of(stage=1)
+    register(engine)
+    engine.save_checkpoint(folder, tag="old")
+    train(engine, steps=1)
+    with writers_held() as go:
+        engine.save_checkpoint(folder, tag="new")
+        threading.Timer(0.2 if dist.get_rank() == 0 else 0.0, go.set).start()
+        loaded, _ = engine.load_checkpoint(folder)
+    engine.destroy()
+    return [str(Path(loaded).parent.name)]
+
+
+def test_what_was_saved_a_moment_ago_is_loaded_by_all_ranks(forks: Worlds, tmp_path: Path) -> None:
+    assert forks.start(2, load_at_once, tmp_path).values() == [["new"], ["new"]]
 
 
 def save_at_once(folder: str, writer: dict[str, Any] | None) -> list[Any]:
@@ -267,11 +393,18 @@ def save_at_once(folder: str, writer: dict[str, Any] | None) -> list[Any]:
     engine = engine_of(stage=0, **checkpoint)
     registered = register(engine, **({"decoupled": False} if writer is None else {}))
     train(engine, steps=1)
+    # DeepSpeed would write it in place, where a crash may leave it empty.
+    Path(folder, "latest").write_text("former")
+    dist.barrier()
+    former = os.stat(f"{folder}/latest")
     engine.save_checkpoint(folder)
     assert registered._concluded is None
     assert not registered._saver._spare
     said = [latest(folder), files_in(folder), engine.save_non_zero_checkpoint]
+    assert os.stat(f"{folder}/latest").st_ino != former.st_ino
     engine.destroy()
+    with pytest.raises(ValueError, match="destroyed"):
+        engine.save_checkpoint(folder)
     return said
 
 
@@ -283,6 +416,24 @@ def test_a_save_that_ends_when_it_is_durable(
     ranks = forks.start(2, save_at_once, tmp_path, writer).values()
     expected = ["global_step1", ["global_step1/mp_rank_00_model_states.pt"]]
     assert ranks == [[*expected, True], [*expected, False]]
+
+
+def save_in_new_directories(folder: str) -> list[str]:
+    engine = engine_of(stage=0)
+    registered = register(engine)
+    flushed: list[str] = []
+    integration.flush = flushed.append  # type: ignore[assignment]
+    engine.save_checkpoint(f"{folder}/new/run", tag="a/b")
+    registered.wait()
+    engine.destroy()
+    return flushed
+
+
+def test_names_are_flushed(forks: Worlds, tmp_path: Path) -> None:
+    """Of all directories that are made: a checkpoint that `latest` names survives power loss."""
+    (flushed,) = forks.start(1, save_in_new_directories, tmp_path).values()
+    made = ["new", ".", "new/run/a", "new/run"]
+    assert [os.path.relpath(each, tmp_path) for each in flushed] == made
 
 
 def save_weights(folder: str) -> list[Any]:
@@ -315,6 +466,8 @@ def misuse(folder: str) -> list[str]:
     assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
     registered = register(engine, threads=1)
     assert engine.checkpoint_engine is registered
+    with pytest.raises(ValueError, match="registered already"):
+        register(engine)
     with pytest.raises(RuntimeError, match="create"):
         registered.save({}, f"{folder}/state.pt")
     engine.save_checkpoint(folder)

@@ -258,7 +258,7 @@ def test_ranges_of_a_file(tmp_path: Path) -> None:
 def test_names_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of new directories, and of the one that has the checkpoint; not where nobody asks for it."""
     flushed: list[Path] = []
-    monkeypatch.setattr(torch_checkpointing, "_flush", flushed.append)
+    monkeypatch.setattr(torch_checkpointing, "flush", lambda path: flushed.append(Path(path)))
     save(tmp_path / "new" / "step1", {"step": 1}, "fpfs")
     temporary = tmp_path / "new" / "tmp_step1"
     assert flushed == [temporary.parent, tmp_path, tmp_path / "new"]
