@@ -368,7 +368,7 @@ def test_a_server_that_takes_over_although_a_device_has_no_room_for_a_file(tmp_p
     """Nor does a mount need any: what takes space could not be removed otherwise."""
     with faulty_mount(tmp_path, filesystem=Filesystem.XFS) as (mount, devices):
         mount.expect_log(DIED)
-        mount.allow_log(f"{CATALOG}|{NOT_KEPT}|{UNCOLLECTED}|given back")
+        mount.allow_log(f"{CATALOG}|{NOT_KEPT}|{UNCOLLECTED}|given back|its reserve is in use")
         write(mount.root / "old", OLD)
         mount.flush()  # what was allocated ahead of the file is given back a moment after its close
         devices.fill(1, leave_bytes=0)

@@ -353,19 +353,13 @@ def test_special_files(target: Target, directory: Path) -> None:
 
 
 def test_statfs(mount: Mount, directory: Path) -> None:
-    """True figures: what is written is missing afterwards, within what devices share."""
+    """Figures of the devices; `test_no_space.py` has devices of its own, and sees what is taken."""
     before = os.statvfs(directory)
     assert before.f_namemax == 255
     assert 0 < before.f_bavail <= before.f_bfree < before.f_blocks
     assert before.f_ffree > 0
-    fd = os.open(directory / "file", os.O_WRONLY | os.O_CREAT)
-    os.posix_fallocate(fd, 0, 256 * 2**20)
-    os.fsync(fd)
     device = os.statvfs(mount.devices[0])
-    after = os.statvfs(directory)
-    os.close(fd)
-    assert after.f_blocks * after.f_frsize >= 0.9 * device.f_blocks * device.f_frsize
-    assert before.f_bfree * before.f_frsize - after.f_bfree * after.f_frsize >= 128 * 2**20
+    assert before.f_blocks * before.f_frsize >= 0.9 * device.f_blocks * device.f_frsize
     assert run("df", "--output=fstype", directory).split()[-1] == "fuse.fpfs"
 
 

@@ -70,6 +70,24 @@ def fill_to_the_last_block(mount: Mount) -> None:
     mount.flush()
 
 
+def free_bytes(mount: Mount) -> int:
+    found = os.statvfs(mount.root)
+    return found.f_bfree * found.f_frsize
+
+
+def test_what_is_taken_is_missing_in_statfs(small: tuple[Mount, FaultyDevices]) -> None:
+    """What is allocated, and at most as much again of what a filesystem takes for it."""
+    mount, devices = small
+    before = free_bytes(mount)
+    there = [os.statvfs(mountpoint) for mountpoint in devices.mountpoints]
+    assert 0 < before <= sum(each.f_bfree * each.f_frsize for each in there) + MEBIBYTE
+    with (mount.root / "file").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 32 * MEBIBYTE)
+        os.fsync(file.fileno())
+        taken = before - free_bytes(mount)
+        assert 32 * MEBIBYTE <= taken <= 64 * MEBIBYTE
+
+
 def assert_pieces(path: Path, count: int) -> None:
     """Compare a file with what `fill` wrote."""
     assert path.stat().st_size == count * MEBIBYTE

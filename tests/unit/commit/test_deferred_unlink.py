@@ -167,11 +167,16 @@ async def test_content_that_was_closed_comes_back_in_its_last_version(
         await mount.write_file("between", b"b" * LARGE)
         await mount.write_file("new", b"n" * LARGE)
         await unlink(mount, "old")
+        before = len(mount.engine.calls)
         mount.engine.hold_drains(of=(new,))
+        committed: list[int] = []
+        with trio.fail_after(30):
+            while len(committed) < 2:
+                await trio.sleep(0.01)
+                calls = mount.engine.calls[before:]
+                committed = [call[1] for call in calls if call[0] == "committed"]
         await trio.testing.wait_all_tasks_blocked(0.1)
-        committed = [call[1] for call in mount.engine.calls if call[0] == "committed"]
-        assert committed[-2] == old
-        assert new not in committed[-2:]
+        assert committed == [old, (await mount.resolve("between")).ino]
     async with rig(tmp_path, devices=devices) as mount:
         assert await mount.read_file("between") == b"b" * LARGE
         assert await mount.read_file("old") == b"second" * LARGE
