@@ -8,6 +8,7 @@ Concurrency: one save at a time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -72,9 +73,7 @@ def make_fpfs() -> Any:
     from fpfs.client.paths import default_threads
     from fpfs.integrations.deepspeed import FpfsCheckpointEngine
 
-    return FpfsCheckpointEngine(
-        group=ALONE, decoupled=True, threads=default_threads(), timeout_s=300
-    )
+    return FpfsCheckpointEngine(group=ALONE, copies=True, threads=default_threads(), timeout_s=300)
 
 
 def save(engine: Any, state: dict[str, Any], path: str) -> None:
@@ -83,7 +82,8 @@ def save(engine: Any, state: dict[str, Any], path: str) -> None:
 
     save_dir, tag = os.path.split(path)
     info = CheckpointCommitInfo(tag=tag, save_dir=save_dir, save_latest=False)
-    engine.create(info)
-    engine.save(state, path)
+    with getattr(engine, "checkpoint", contextlib.nullcontext)():
+        engine.create(info)
+        engine.save(state, path)
     if not engine.is_decoupled() or engine.get_commit_info() is not None:
         engine.commit(info)
