@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 import deepspeed
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (
     TorchCheckpointEngine,
 )
@@ -73,7 +74,7 @@ def train(engine: Any, *, steps: int) -> list[float]:
     return losses
 
 
-@contextmanager
+@contextlib.contextmanager
 def writers_held() -> Iterator[threading.Event]:
     """Files are not written before the event is set."""
     go = threading.Event()
@@ -313,6 +314,51 @@ def test_a_save_that_is_cut_off_is_never_named(
 ) -> None:
     ranks = forks.start(size, save_cut_off, tmp_path, how).values()
     assert ranks == [[error, "whole", "global_step1"]] * size
+
+
+def cut_off_by_one(folder: str) -> list[str]:
+    """Rank 1 is interrupted behind its first file, which fails when that is over."""
+    engine = engine_of(stage=0)
+    registered = register(engine)
+    began, go = threading.Event(), threading.Event()
+
+    def failing(*_: object, **__: object) -> None:
+        began.set()
+        assert go.wait(60)
+        raise OSError(28, os.strerror(28))
+
+    said = []
+    if dist.get_rank() == 1:
+        writing.write_pieces = failing  # type: ignore[assignment]
+        with contextlib.suppress(KeyboardInterrupt), registered.checkpoint():
+            registered.create(CheckpointCommitInfo("first", folder, True))
+            registered.save({"rank": 1}, f"{folder}/1.pt")
+            assert began.wait(60)
+            raise KeyboardInterrupt
+    else:
+        with registered.checkpoint():
+            registered.create(CheckpointCommitInfo("first", folder, True))
+            registered.save({"rank": 0}, f"{folder}/0.pt")
+        with pytest.raises(RankFailed, match="rank 1: KeyboardInterrupt"):
+            registered.wait()
+    dist.barrier()
+    writing.write_pieces = transfers.write_pieces
+    threading.Timer(0.2, go.set).start()
+    said.append(str(latest(folder)))
+    engine.save_checkpoint(folder, tag="next")
+    registered.wait()
+    said.append(str(latest(folder)))
+    # As save_16bit_model, if an exception leaves it.
+    registered.create(CheckpointCommitInfo("never", folder, True))
+    registered.wait()
+    engine.destroy()
+    return [*said, str(latest(folder))]
+
+
+def test_a_rank_that_is_interrupted_tells_the_others(forks: Worlds, tmp_path: Path) -> None:
+    """At once; and what it has begun to save fails by itself."""
+    ranks = forks.start(2, cut_off_by_one, tmp_path).values()
+    assert ranks == [["None", "next", "next"]] * 2
 
 
 def save_tags_that_differ(folder: str) -> list[str]:
