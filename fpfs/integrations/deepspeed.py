@@ -98,7 +98,7 @@ def register(
         # Messages of training's groups are not mixed with these.
         group=dist.new_group(backend="gloo") if dist.get_world_size() > 1 else ALONE,
         threads=threads,
-        # Nothing waits for the copy's end then, so there need be none.
+        # Who waits until all is durable needs no copy.
         copies=decoupled,
         timeout_s=timeout_s,
     )
