@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.framework import Bound, Contender, Entry, Group, Sense
@@ -29,63 +28,28 @@ class _Save(NamedTuple):
 
 
 @contextlib.contextmanager
-def _lightning(bench: Bench) -> Iterator[Sequence[Entry]]:
-    """Seconds that a plugin's save_checkpoint takes until it returns."""
+def _stalls(bench: Bench, *, saves: Sequence[_Save], wait: str) -> Iterator[Sequence[Entry]]:
+    """Seconds that training waits for a save, beside one copy; `wait` waits for its end."""
     tensors = bench.scale.tensors
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
-
-        def saving(name: str, folder: Path, plugin: str) -> Contender:
-            return beside(
-                name,
-                worker=stack.enter_context(bench.worker(tensors=tensors)),
-                folder=folder,
-                flush=mount.flush,
-                command="save_by_lightning",
-                wait="wait_lightning",
-                plugin=plugin,
-            )
-
         copying = stack.enter_context(bench.worker(tensors=tensors))
         copying.call("copy")
-        yield [
-            Contender(name="copy", play=lambda: alike([copying], "copy")),
-            saving("FpfsCheckpointIO", mount.path, "fpfs"),
-            saving("Lightning", plain, "torch"),
-            saving("Lightning on fpfs", mount.path, "torch"),
-            saving("AsyncCheckpointIO", plain, "async"),
-        ]
-
-
-@contextlib.contextmanager
-def _deepspeed(bench: Bench) -> Iterator[Sequence[Entry]]:
-    """Seconds until weights may be updated, nothing being done meanwhile."""
-    tensors = bench.scale.tensors
-    with contextlib.ExitStack() as stack:
-        plain = stack.enter_context(bench.plain())
-        mount = stack.enter_context(bench.fpfs())
-
-        def saving(name: str, folder: Path, engine: str) -> Contender:
-            return beside(
-                name,
+        entries: list[Entry] = [Contender(name="copy", play=lambda: alike([copying], "copy"))]
+        entries += [
+            beside(
+                save.name,
                 worker=stack.enter_context(bench.worker(tensors=tensors)),
-                folder=folder,
+                folder=mount.path if save.on_fpfs else plain,
                 flush=mount.flush,
-                command="save_by_deepspeed",
-                wait="wait_deepspeed",
-                engine=engine,
+                command=save.command,
+                wait=wait,
+                **save.options,
             )
-
-        copying = stack.enter_context(bench.worker(tensors=tensors))
-        copying.call("copy")
-        yield [
-            Contender(name="copy", play=lambda: alike([copying], "copy")),
-            saving("registered", mount.path, "fpfs"),
-            saving("DeepSpeed", plain, "torch"),
-            saving("DeepSpeed on fpfs", mount.path, "torch"),
-            saving("DeepSpeed, decoupled", plain, "decoupled"),
+            for save in saves
         ]
+        yield entries
 
 
 @contextlib.contextmanager
@@ -160,7 +124,16 @@ GROUPS = (
         name="lightning-stall",
         title="a Lightning checkpoint of 1 GiB, until training goes on",
         unit="s",
-        open=_lightning,
+        open=functools.partial(
+            _stalls,
+            wait="wait_lightning",
+            saves=(
+                _Save("FpfsCheckpointIO", True, "save_by_lightning", {"plugin": "fpfs"}),
+                _Save("Lightning", False, "save_by_lightning", {"plugin": "torch"}),
+                _Save("Lightning on fpfs", True, "save_by_lightning", {"plugin": "torch"}),
+                _Save("AsyncCheckpointIO", False, "save_by_lightning", {"plugin": "async"}),
+            ),
+        ),
         bounds=(
             Bound(contender="FpfsCheckpointIO", peer="copy", figure=1.15, sense=Sense.AT_MOST),
             Bound(contender="FpfsCheckpointIO", peer="Lightning", sense=Sense.AT_MOST, figure=0.5),
@@ -170,7 +143,16 @@ GROUPS = (
         name="deepspeed-stall",
         title="a DeepSpeed checkpoint of 1 GiB, until weights may be updated",
         unit="s",
-        open=_deepspeed,
+        open=functools.partial(
+            _stalls,
+            wait="wait_deepspeed",
+            saves=(
+                _Save("registered", True, "save_by_deepspeed", {"engine": "fpfs"}),
+                _Save("DeepSpeed", False, "save_by_deepspeed", {"engine": "torch"}),
+                _Save("DeepSpeed on fpfs", True, "save_by_deepspeed", {"engine": "torch"}),
+                _Save("DeepSpeed, decoupled", False, "save_by_deepspeed", {"engine": "decoupled"}),
+            ),
+        ),
         bounds=(
             Bound(contender="registered", peer="copy", figure=1.15, sense=Sense.AT_MOST),
             Bound(contender="registered", peer="DeepSpeed", sense=Sense.AT_MOST, figure=0.5),

@@ -7,14 +7,13 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from fpfs.testing.mounted import REPOSITORY, Mount, mounted
-from tests.support.processes import KILLED, run
+from fpfs.testing.mounted import REPOSITORY, Mount
+from tests.support.processes import run
 from tests.support.seeds import chosen_seed
 from tests.support.states import same
 from tests.support.target import Target
@@ -66,18 +65,10 @@ def test_resume(target: Target, directory: Path, plain: Path, ranks: int) -> Non
     assert same(found, torch.load(plain / "run" / name, weights_only=False)["module"])
 
 
-@pytest.fixture
-def own() -> Iterator[Mount]:
-    """A mount where writers are killed."""
-    with mounted() as mount:
-        mount.allow_log(KILLED)
-        yield mount
-
-
 @pytest.mark.long
-def test_latest_names_a_whole_checkpoint_whoever_is_killed(own: Mount) -> None:
+def test_latest_names_a_whole_checkpoint_whoever_is_killed(killed: Mount) -> None:
     """Both ranks and the launcher, at random moments; the next run goes on."""
-    directory = own.root / "run"
+    directory = killed.root / "run"
     chooser = random.Random(chosen_seed())
     last = 0
     for _ in range(5):

@@ -6,15 +6,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fpfs.testing.mounted import REPOSITORY, Mount, mounted
-from tests.support.processes import KILLED, run, run_program
+from fpfs.testing.mounted import REPOSITORY, Mount
+from tests.support.processes import run, run_program
 from tests.support.seeds import chosen_seed
 from tests.support.target import Target
 
@@ -76,18 +75,10 @@ def test_the_example(target: Target, directory: Path, ranks: int) -> None:
         assert len(states) == ranks
 
 
-@pytest.fixture
-def own() -> Iterator[Mount]:
-    """A mount where writers are killed."""
-    with mounted() as mount:
-        mount.allow_log(KILLED)
-        yield mount
-
-
 @pytest.mark.long
-def test_a_trainer_that_is_killed_leaves_whole_checkpoints(own: Mount, plain: Path) -> None:
+def test_a_trainer_that_is_killed_leaves_whole_checkpoints(killed: Mount, plain: Path) -> None:
     """At random moments; the next one goes on from the last."""
-    directory = own.root / "run"
+    directory = killed.root / "run"
     chooser = random.Random(chosen_seed())
     arguments = [directory, 1_000_000, "resume", plain / "never.pt", "fpfs"]
     seen = 0
