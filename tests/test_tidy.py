@@ -218,6 +218,17 @@ def test_commands_and_daemon_work_without_torch() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_what_commands_use_of_the_client_works_without_torch() -> None:
+    code = (
+        "import sys; import fpfs.client.plan, fpfs.client.replacement;"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
 def test_only_the_engine_modules_import_the_extension() -> None:
     found = [
         name(path)

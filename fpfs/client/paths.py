@@ -6,8 +6,6 @@ import logging
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 from fpfs.core.mounts import mount_containing
 
 logger = logging.getLogger(__name__)
@@ -59,6 +57,9 @@ def ranks_here() -> int:
         found = os.environ.get(name, "")
         if found.isdigit():
             return max(1, int(found))
+    # Commands, too, use this module, and do without torch.
+    import torch.distributed as dist
+
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
