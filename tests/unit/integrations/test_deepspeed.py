@@ -418,8 +418,9 @@ def test_all_that_a_save_fails_of_is_its_own(forks: Worlds, tmp_path: Path) -> N
 
 def load_at_once(folder: str) -> list[str]:
     engine = engine_of(stage=1)
-    register(engine)
+    registered = register(engine)
     engine.save_checkpoint(folder, tag="old")
+    registered.wait()  # or its writers would be held, too, and the next save waits for them
     train(engine, steps=1)
     with writers_held() as go:
         engine.save_checkpoint(folder, tag="new")
