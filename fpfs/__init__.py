@@ -2,8 +2,10 @@
 
 `fpfs.save(state, path)` and `fpfs.load(path)` write and read the files of torch.save by several
 threads and by all ranks of a group (docs/client.md): `ALONE`, `RankFailed`, and who writes what,
-`Plan` and `Topology`. `fpfs.save_safetensors` writes safetensors' files likewise. `fpfs.AsyncSaver`
-saves beside training, `fpfs.dcp` is for torch.distributed.checkpoint. They need torch.
+`Plan` and `Topology`. `fpfs.save_shares` and `fpfs.load_shares` are for nodes that have storage of
+their own (docs/multi-node.md). `fpfs.save_safetensors` writes safetensors' files likewise.
+`fpfs.AsyncSaver` saves beside training, `fpfs.dcp` is for torch.distributed.checkpoint. They need
+torch.
 
 `fpfs.wait_durable(path)` waits until what was saved survives power loss, `fpfs.status(path)` tells
 how far it has come (`FileStatus`, or `Status` of a mount). Both ask the server of the mount, and
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
         RankFailed,
         Topology,
         load,
+        load_shares,
         save,
         save_safetensors,
+        save_shares,
     )
     from fpfs.core.protocol.control import TimedOut
     from fpfs.core.protocol.reports import FileStatus, Status
@@ -49,8 +53,10 @@ __all__ = [
     "__version__",
     "dcp",
     "load",
+    "load_shares",
     "save",
     "save_safetensors",
+    "save_shares",
     "status",
     "wait_durable",
 ]
@@ -68,8 +74,10 @@ _PLACES = {
     "Topology": "fpfs.client",
     "dcp": "fpfs.dcp",
     "load": "fpfs.client",
+    "load_shares": "fpfs.client",
     "save": "fpfs.client",
     "save_safetensors": "fpfs.client",
+    "save_shares": "fpfs.client",
     "status": "fpfs.core.protocol.whereabouts",
     "wait_durable": "fpfs.core.protocol.whereabouts",
 }

@@ -220,7 +220,7 @@ def test_commands_and_daemon_work_without_torch() -> None:
 
 def test_what_commands_use_of_the_client_works_without_torch() -> None:
     code = (
-        "import sys; import fpfs.client.plan, fpfs.client.replacement;"
+        "import sys; import fpfs.client.plan, fpfs.client.shares.gathering;"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(

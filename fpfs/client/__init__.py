@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fpfs.client.plan import Plan
     from fpfs.client.safetensors import save_safetensors
     from fpfs.client.saving import Saved, save
+    from fpfs.client.shares.loading import load_shares
+    from fpfs.client.shares.saving import save_shares
     from fpfs.client.topology import Topology
     from fpfs.client.writing import Written
 
@@ -26,8 +28,10 @@ __all__ = [
     "Topology",
     "Written",
     "load",
+    "load_shares",
     "save",
     "save_safetensors",
+    "save_shares",
 ]
 
 # The commands know plans, and do without torch.
@@ -43,7 +47,9 @@ __getattr__, __dir__ = lazily(
         "Topology": "fpfs.client.topology",
         "Written": "fpfs.client.writing",
         "load": "fpfs.client.loading",
+        "load_shares": "fpfs.client.shares.loading",
         "save": "fpfs.client.saving",
         "save_safetensors": "fpfs.client.safetensors",
+        "save_shares": "fpfs.client.shares.saving",
     },
 )

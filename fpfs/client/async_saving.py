@@ -22,12 +22,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
 from fpfs.client.paths import check_threads
 from fpfs.client.peers import Alone, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
-from fpfs.client.saving import LayOut, Save, Saved
+from fpfs.client.saving import Save, Saved
 from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates

@@ -23,12 +23,10 @@ from typing import IO, Any, NamedTuple, Protocol, cast
 import torch
 
 from fpfs.client.boxes import Box, runs_of
+from fpfs.client.parallel_file import Piece
 from fpfs.client.sharding import is_dtensor, part_of
 
 BUFFER_BYTES = 64 * 1024 * 1024
-
-Piece = tuple[int, int, int]
-"""Address, bytes, and offset in the file."""
 
 
 class ReadableFile(Protocol):

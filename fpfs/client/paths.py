@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 from fpfs.core.mounts import mount_containing
 
@@ -16,7 +17,18 @@ _said_elsewhere: set[str] = set()
 """Mountpoints."""
 
 
-def resolve(path: str | bytes | os.PathLike[Any]) -> str:
+Path: TypeAlias = str | bytes | os.PathLike[Any]
+
+
+def resolve_all(path: Path | Sequence[Path]) -> list[str]:
+    """Return what `resolve` returns of each path of a list, or of one. ValueError: it is empty."""
+    several = path if isinstance(path, list | tuple) else [cast("Path", path)]
+    if not several:
+        raise ValueError("path is an empty list: name the directories that have the shares")
+    return [resolve(each) for each in several]
+
+
+def resolve(path: Path) -> str:
     """Return the absolute path, links followed. TypeError, or FileNotFoundError of an empty one."""
     try:
         name = os.fsdecode(os.fspath(path))

@@ -90,6 +90,12 @@ class Peers(Protocol):
     def tell(self, error: BaseException) -> None:
         """Let the others know that this rank has failed, before anything is undone."""
 
+    def verdict(self, mine: bool) -> bool | None:
+        """After a failure: whether what was begun stays, which rank 0 knows (`mine`) and tells.
+
+        None: it is no more, or does not tell.
+        """
+
     def __enter__(self) -> Peers: ...
     def __exit__(
         self,
@@ -122,6 +128,10 @@ class Alone:
 
     def tell(self, error: BaseException) -> None:
         """Nobody else wants to know."""
+
+    def verdict(self, mine: bool) -> bool | None:
+        """It is one's own."""
+        return mine
 
     def __enter__(self) -> Alone:
         return self
@@ -209,6 +219,7 @@ class Ranks:
     is_group = True
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, call: str) -> None:
+        self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.size = len(self.ranks)
@@ -226,9 +237,18 @@ class Ranks:
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
         self._number = self._store.add(f"calls/{self.rank}", 1)
         missed = max(self._store.add(f"calls/{rank}", 0) for rank in self._awaited) - self._number
-        if missed > 0:
-            self._number = self._store.add(f"calls/{self.rank}", missed)
+        for _ in range(missed):
+            if self._failed_without_me():
+                break  # to raise what the others may have left already
+            self._number = self._store.add(f"calls/{self.rank}", 1)
         return self
+
+    def _failed_without_me(self) -> bool:
+        """Whether this call has failed, and not since this rank did not come."""
+        if not self._store.check([self._key("failed")]):
+            return False
+        failure = msgspec.msgpack.decode(self._store.get(self._key("failed")), type=_Failure)
+        return bool(failure.rank != self.rank)
 
     def __exit__(
         self,
@@ -286,6 +306,24 @@ class Ranks:
         with contextlib.suppress(dist.DistError):
             if not self._store.check([self._key("failed")]):
                 self._set("failed", msgspec.msgpack.encode(_failure_of(error, rank=self.rank)))
+
+    @property
+    def store(self) -> dist.Store:
+        """For other messages of this call. Who makes a key has it deleted."""
+        return dist.PrefixStore(str(self._number), self._store)
+
+    def verdict(self, mine: bool) -> bool | None:
+        """After a failure: whether what was begun stays."""
+        try:
+            if self.rank == 0:
+                self._set("stays", bytes([mine]))
+                return mine
+            if self._saw("stays"):
+                told = bytes(self._store.get(self._key("stays")))
+                return told == bytes([True])
+        except dist.DistError:  # the store has gone, with rank 0 perhaps
+            pass
+        return None
 
     def _gone(self) -> list[int]:
         """Ranks whose processes are no more, of those that this rank waits for."""
@@ -349,15 +387,16 @@ class Ranks:
         self.tell(error)
         if self.rank == 0:
             self._set("ended", b"")
-        elif self._handed_in and self._saw_the_end():
+        # Then it reads and writes no more messages of this save.
+        elif self._handed_in and self._saw("ended"):
             for step in self._handed_in:
                 self._receive(f"{step}/{self.rank}")
                 self._receive(f"answer/{step}/{self.rank}")
 
-    def _saw_the_end(self) -> bool:
-        """Wait until rank 0 reads and writes no more messages of this save. Whether that is so."""
+    def _saw(self, name: str) -> bool:
+        """Wait until rank 0 has said something of this save. Whether it has."""
         deadline = time.monotonic() + self._timeout_s
-        while not self._store.check([self._key("ended")]):
+        while not self._store.check([self._key(name)]):
             if self._gone() or time.monotonic() > deadline:
                 return False
             time.sleep(POLL_MAX_S)
@@ -367,7 +406,7 @@ class Ranks:
         """Delete what is left of saves that all ranks have left."""
         first = self._store.add("forgotten", 0)
         for number in range(first, self._number):
-            for name in ("failed", "ended"):
+            for name in ("failed", "ended", "stays"):
                 self._store.delete_key(f"{number}/{name}")
         self._store.add("forgotten", self._number - first)
 

@@ -217,7 +217,7 @@ def locked_directory(path: str) -> Iterator[None]:
 def remove_left(path: str, *, of: Callable[[bytes], bool] | None = None) -> None:
     """Remove what was left of `path`, absolute with links followed, by processes that are no more.
 
-    of: which temporary names are to go; None: those for `path`.
+    of: which names are to go, unless they are locked; None: temporary ones for `path`.
 
     Raises OSError of a directory that cannot be read.
     """

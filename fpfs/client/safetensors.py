@@ -26,13 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fpfs.client.agreement import LayOut
 from fpfs.client.archives import is_plain
 from fpfs.client.boxes import Box, Sharding
 from fpfs.client.container import Container, Record, Text
 from fpfs.client.paths import resolve
 from fpfs.client.peers import Alone, peers_of
 from fpfs.client.replacement import remove_left
-from fpfs.client.saving import LayOut, Save, Saved
+from fpfs.client.saving import Save, Saved
 from fpfs.client.sharding import Sharded, is_dtensor, part_of
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.core.temporary_names import target_of

@@ -18,16 +18,16 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from fpfs.client.container import Container, Layout, lay_out
-from fpfs.client.gathering import Offered, Source, can_gather
+from fpfs.client.agreement import Agreed, LayOut, agree
+from fpfs.client.container import lay_out
+from fpfs.client.gathering import Offered, Source
 from fpfs.client.paths import default_threads, resolve
-from fpfs.client.peers import Alone, Peers, Process, RankFailed, peers_of
+from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import Plan
-from fpfs.client.planning import Planning
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
 from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
@@ -126,51 +126,13 @@ class Finished(msgspec.Struct):
     written: tuple[Written, ...]
 
 
-class _Offer(msgspec.Struct):
-    """What a rank comes with."""
-
-    path: bytes
-    tensors: int
-    bytes_of_storages: int
-    records: bytes
-    """Their digest."""
-    layout: str
-    """Its digest: what is no tensor may be longer on one rank, and move all."""
-    plan: bytes
-    """Of whom and what was given as a plan."""
-    process: Process
-    addresses: dict[int, int]
-    """`Offered.addresses`."""
-
-
-class _Agreed(msgspec.Struct):
-    """What a rank learns from all offers."""
-
-    gathers: bool
-    """Whether ranks can read each other's memory, and have to."""
-    layout: Layout | None
-    """How the file is laid out; None: as this rank has laid it out."""
-
-
-class LayOut(Protocol):
-    """What lays a file out: `lay_out`, or another format's."""
-
-    def __call__(self, state: Any, *, whole: bool) -> Container:
-        """As `lay_out`."""
-
-
 class _File:
     """A file of a save, laid out and agreed on."""
 
-    def __init__(
-        self, path: str, container: Container, planning: Planning, plan: Plan, offered: Offered
-    ) -> None:
+    def __init__(self, path: str, agreed: Agreed) -> None:
         self.path = path
         """Links followed."""
-        self.container = container
-        self.planning = planning
-        self.plan = plan
-        self.offered = offered
+        self.container, self.planning, self.plan, self.offered = agreed
         self.uncopied: Uncopied = []
         self.replacement: Replacement | None = None
         """Rank 0's, from when it is written on."""
@@ -262,40 +224,7 @@ class Save:
         follow: links; otherwise `path` is absolute, and what is there is replaced itself.
         """
         name = resolve(path) if follow else os.fsdecode(path)
-        container = lay_out(state, whole=self._peers.is_group)
-        planning = Planning(container, self._peers, plan)
-        offered = Offered(container)
-        offer = _Offer(
-            path=os.fsencode(name),
-            tensors=len(container.tensors),
-            bytes_of_storages=int(planning.records.sizes.sum()),
-            records=planning.records.digest,
-            layout=container.layout_digest(),
-            plan=planning.digest,
-            process=Process.own(),
-            addresses=offered.addresses,
-        )
-
-        def agree(offers: list[_Offer]) -> list[_Agreed]:
-            _compare(offers)
-            gathers = can_gather(
-                [offer.process for offer in offers], [offer.addresses for offer in offers]
-            )
-            layout = None
-            if any(offer.layout != offers[0].layout for offer in offers):
-                layout = container.layout()
-            return [
-                _Agreed(gathers, None if offer.layout == offers[0].layout else layout)
-                for offer in offers
-            ]
-
-        agreed = self._peers.exchange("offer", offer, agree, of=_Agreed)
-        records = planning.records
-        if agreed.layout is not None:
-            container = container.laid_out_as(agreed.layout)
-            records = container.records()
-        chosen = planning.plan(records, gathers=agreed.gathers)
-        self._files.append(_File(name, container, planning, chosen, offered))
+        self._files.append(_File(name, agree(self._peers, state, plan, lay_out, path=name)))
 
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
@@ -431,32 +360,3 @@ def _together(written: Iterable[Written]) -> tuple[Written, ...]:
             copied_bytes=before.copied_bytes + each.copied_bytes,
         )
     return tuple(found[rank] for rank in sorted(found))
-
-
-def _compare(offers: list[_Offer]) -> None:
-    """Raise RankFailed of a rank that saves something else than rank 0."""
-    for rank, offer in enumerate(offers):
-        if offer.path != offers[0].path:
-            path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
-            raise RankFailed(
-                rank,
-                f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file of"
-                " each rank, give group=fpfs.ALONE",
-            )
-        if offer.plan != offers[0].plan:
-            raise RankFailed(
-                rank,
-                "was given another plan than rank 0: all ranks save by plans of the same topology"
-                " and writers, or none",
-            )
-        if offer.records != offers[0].records:
-            raise RankFailed(
-                rank,
-                f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
-                " tensors of the same names, types and shapes, in the same order, sharded alike",
-            )
-
-
-def _described(offer: _Offer) -> str:
-    plural = "s" * (offer.tensors != 1)
-    return f"{offer.tensors} tensor{plural} in {format_size(offer.bytes_of_storages)}"

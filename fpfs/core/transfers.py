@@ -10,6 +10,7 @@ goes, whatever interrupts its caller.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from fpfs import _native
 
@@ -26,9 +27,20 @@ reserve_file = _native.reserve_file
 write_pieces = _native.write_pieces
 
 
-def run_to_end(
-    transfer: PieceReader | PieceWriter, *, check: Callable[[], object] = lambda: None
-) -> None:
+class Transfer(Protocol):
+    """Bytes that others move."""
+
+    def wait(self, seconds: float, /) -> bool:
+        """Whether all are moved, or something has failed and nothing is under way."""
+
+    def check(self) -> None:
+        """Raise what has failed."""
+
+    def close(self) -> None:
+        """Return when nothing is under way."""
+
+
+def run_to_end(transfer: Transfer, *, check: Callable[[], object] = lambda: None) -> None:
     """Wait until everything is moved. OSError of the first failure; nothing is under way then.
 
     What `check`, which is called now and then meanwhile, raises ends the transfer as well.
@@ -44,6 +56,7 @@ def run_to_end(
 __all__ = [
     "PieceReader",
     "PieceWriter",
+    "Transfer",
     "allow_reading",
     "combine_crc32",
     "read_pieces",

@@ -53,7 +53,7 @@ from fpfs.client.archives import is_dense, lay_out_each
 from fpfs.client.boxes import Box
 from fpfs.client.container import Container
 from fpfs.client.filling import Filling, check_archive, read
-from fpfs.client.loading import ParallelFile
+from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_here, resolve
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement

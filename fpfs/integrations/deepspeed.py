@@ -34,7 +34,7 @@ from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheck
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fpfs.client.async_saving import AsyncSaver
-from fpfs.client.loading import MapLocation, load
+from fpfs.client.loading import load
 from fpfs.client.paths import (
     check_threads,
     default_threads,
@@ -44,6 +44,7 @@ from fpfs.client.paths import (
 )
 from fpfs.client.peers import ALONE, Alone, Peers, RankFailed, peers_of
 from fpfs.client.replacement import Replacement
+from fpfs.client.restoring import MapLocation
 from fpfs.client.saving import Save
 from fpfs.client.topology import TIMEOUT_S
 

@@ -24,9 +24,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from fpfs.client.async_saving import AsyncSaver, Saving
-from fpfs.client.loading import MapLocation, load
+from fpfs.client.loading import load
 from fpfs.client.paths import resolve
 from fpfs.client.peers import ALONE
+from fpfs.client.restoring import MapLocation
 from fpfs.client.saving import Saved, save
 from fpfs.client.topology import TIMEOUT_S
 

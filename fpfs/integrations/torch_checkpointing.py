@@ -33,12 +33,13 @@ from torch_checkpointing.storage.filesystem import (
     LocalFileSystemStorageConfig,
 )
 
+from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
-from fpfs.client.loading import ParallelFile
+from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import check_threads, flush, is_on_fpfs, parents_of_missing, resolve
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import lay_out_text
-from fpfs.client.saving import LayOut, Save
+from fpfs.client.saving import Save
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import warnings
@@ -13,6 +14,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fpfs.client import planning
+from fpfs.client.shares.saving import save_shares
 
 DTYPES = tuple(
     dtype
@@ -133,6 +140,80 @@ def nested_states() -> st.SearchStrategy[Any]:
         ),
         max_leaves=12,
     )
+
+
+def a_mesh(*shape: int) -> DeviceMesh:
+    """All ranks, in as many dimensions; the last of as many as are left."""
+    rest = dist.get_world_size() // math.prod(shape)
+    return init_device_mesh("cpu", (*shape, rest))
+
+
+def wholes() -> dict[str, torch.Tensor]:
+    """The tensors that DTensors are made of."""
+    shapes = {"matrix": (37, 24), "short": (3, 5), "cube": (4, 9, 6), "scalar": (), "none": (0, 4)}
+    return {
+        f"{name} {dtype}": random_tensor(dtype, shape, seed=index)
+        for index, (name, shape) in enumerate(shapes.items())
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64)
+    }
+
+
+PLACEMENTS: dict[str, list[Placement]] = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "replicas": [Replicate()],
+    "replicas of rows": [Replicate(), Shard(0)],
+    "rows and columns": [Shard(0), Shard(1)],
+    "rows of rows": [Shard(0), Shard(0)],
+}
+
+
+def sharded(placements: list[Placement]) -> dict[str, Any]:
+    """As a rank: the wholes as DTensors; what has no such dimension has replicas."""
+    mesh = a_mesh(*(2,) * (len(placements) - 1))
+    state: dict[str, Any] = {"step": 7}
+    for name, whole in wholes().items():
+        fit = [
+            Replicate() if isinstance(each, Shard) and each.dim >= whole.ndim else each
+            for each in placements
+        ]
+        state[name] = distribute_tensor(whole, mesh, fit)
+        state[f"{name} ordinary"] = whole
+    state["parameter"] = torch.nn.Parameter(state["matrix torch.float32"].detach())
+    state["again"] = state["matrix torch.float32"]
+    return state
+
+
+def fitting(size: int) -> list[str]:
+    """The placements that so many ranks can have."""
+    return [name for name, each in PLACEMENTS.items() if size % 2 ** (len(each) - 1) == 0]
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def own_directory(root: str, nodes: int) -> str:
+    """As a rank: where its node saves. Nodes have as many ranks as each other."""
+    node = dist.get_rank() * nodes // dist.get_world_size()
+    return os.path.join(root, f"node{node}", "step7")
+
+
+def directories(root: Path, nodes: int) -> list[str]:
+    """Where all nodes save."""
+    return [str(root / f"node{node}" / "step7") for node in range(nodes)]
+
+
+def save_state(root: str, nodes: int, step: int, copies: int = 1) -> None:
+    """As a rank: save what tells its step. All ranks have to write of it."""
+    planning.CHUNK_BYTES_DEFAULT = 1 << 16  # type: ignore[attr-defined]
+    save_shares(numbered(step), own_directory(root, nodes), copies=copies)
+
+
+def numbered(step: int) -> dict[str, Any]:
+    """A state that tells its step."""
+    return {"step": step, "weight": torch.full((300_000,), float(step))}
 
 
 def same(found: Any, expected: Any) -> bool:

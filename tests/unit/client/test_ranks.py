@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import os
 import signal
 import tempfile
@@ -23,12 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -40,12 +38,24 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fpfs import client
-from fpfs.client import gathering, loading, peers, planning, saving, writing
+from fpfs.client import gathering, parallel_file, peers, planning, saving, writing
 from fpfs.client.plan import Plan
 from fpfs.client.topology import WRITERS, Topology
 from fpfs.core import transfers
 from tests.support.ranks import Worlds
-from tests.support.states import FORMER, is_as_before, large_state, odd_state, random_tensor, same
+from tests.support.states import (
+    FORMER,
+    PLACEMENTS,
+    a_mesh,
+    fitting,
+    is_as_before,
+    large_state,
+    odd_state,
+    own_part,
+    same,
+    sharded,
+    wholes,
+)
 from tests.support.waiting import wait_until
 
 # torch's own, of types that it is not done with.
@@ -267,6 +277,37 @@ def test_a_rank_that_does_not_come(forks: Worlds, path: Path, absent: int) -> No
     assert os.listdir(path.parent) == [path.name]
 
 
+def fail_and_go_on(path: str, failing: int) -> list[str]:
+    """As a rank: save twice; the first fails on one rank before the other comes."""
+    said = []
+    other = dist.get_rank() != failing
+    store = dist.distributed_c10d._get_default_store()
+    if other:
+        store.wait(["failed"])
+    for step in (1, 2):
+        state = {"weight": torch.full((300_000,), float(step))}
+        if step == 1 and not other:
+            state["bad"] = lambda: None  # type: ignore[assignment]
+        try:
+            client.save(state, path)
+            said.append(f"saved {step}")
+        except (AttributeError, client.RankFailed) as error:
+            said.append(type(error).__name__)
+        if step == 1 and not other:
+            store.set("failed", "")
+    return said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_late_rank_does_not_skip_a_call_that_failed(
+    forks: Worlds, path: Path, failing: int
+) -> None:
+    said = forks.start(2, fail_and_go_on, path, failing).values()
+    assert said[failing] == ["AttributeError", "saved 2"]
+    assert said[1 - failing] == ["RankFailed", "saved 2"]
+    assert torch.equal(torch.load(path)["weight"], torch.full((300_000,), 2.0))
+
+
 def stop_in_the_middle(path: str) -> None:
     """As rank 1: neither write nor end."""
     if dist.get_rank() == 1:
@@ -339,48 +380,6 @@ def test_a_name_that_is_no_text(forks: Worlds, path: Path) -> None:
     assert same(client.load(strange), large_state(seed=5))
 
 
-def a_mesh(*shape: int) -> DeviceMesh:
-    """All ranks, in as many dimensions; the last of as many as are left."""
-    rest = dist.get_world_size() // math.prod(shape)
-    return init_device_mesh("cpu", (*shape, rest))
-
-
-def wholes() -> dict[str, torch.Tensor]:
-    """The tensors that DTensors are made of."""
-    shapes = {"matrix": (37, 24), "short": (3, 5), "cube": (4, 9, 6), "scalar": (), "none": (0, 4)}
-    return {
-        f"{name} {dtype}": random_tensor(dtype, shape, seed=index)
-        for index, (name, shape) in enumerate(shapes.items())
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64)
-    }
-
-
-PLACEMENTS: dict[str, list[Placement]] = {
-    "rows": [Shard(0)],
-    "columns": [Shard(1)],
-    "replicas": [Replicate()],
-    "replicas of rows": [Replicate(), Shard(0)],
-    "rows and columns": [Shard(0), Shard(1)],
-    "rows of rows": [Shard(0), Shard(0)],
-}
-
-
-def sharded(placements: list[Placement]) -> dict[str, Any]:
-    """As a rank: the wholes as DTensors; what has no such dimension has replicas."""
-    mesh = a_mesh(*(2,) * (len(placements) - 1))
-    state: dict[str, Any] = {"step": 7}
-    for name, whole in wholes().items():
-        fit = [
-            Replicate() if isinstance(each, Shard) and each.dim >= whole.ndim else each
-            for each in placements
-        ]
-        state[name] = distribute_tensor(whole, mesh, fit)
-        state[f"{name} ordinary"] = whole
-    state["parameter"] = torch.nn.Parameter(state["matrix torch.float32"].detach())
-    state["again"] = state["matrix torch.float32"]
-    return state
-
-
 def save_aliases(path: str) -> None:
     """As a rank: DTensors that have the same memory, and are different tensors."""
     square = torch.arange(16.0).reshape(4, 4) * 1j
@@ -415,11 +414,6 @@ def test_tensors_that_share_memory_differ(forks: Worlds, path: Path) -> None:
     assert torch.equal(loaded["row4"], torch.arange(4.0, 8.0).reshape(1, 4))
 
 
-def fitting(size: int) -> list[str]:
-    """The placements that so many ranks can have."""
-    return [name for name, each in PLACEMENTS.items() if size % 2 ** (len(each) - 1) == 0]
-
-
 def save_sharded(path: str, block_bytes: int, readable: bool) -> list[str]:
     """As a rank: a file for each placement; returns what is logged."""
     planning.CHUNK_BYTES_DEFAULT = block_bytes
@@ -447,21 +441,16 @@ def check_loaded_into(state: dict[str, Any], path: str) -> None:
         assert same(own_part(value), own_part(state[key]))
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def load_in_another_world(path: str) -> None:
     """As a rank: read only what this rank has, of columns all rows."""
     read = []
-    native = loading.read_pieces
+    native = parallel_file.read_pieces
 
     def count(pieces: Any, **options: Any) -> Any:
         read.append(sum(piece[1] for piece in pieces))
         return native(pieces, **options)
 
-    loading.read_pieces = count
+    parallel_file.read_pieces = count
     whole = torch.arange(1000.0).reshape(100, 10)
     tensor = distribute_tensor(torch.zeros(100, 10), a_mesh(), [Shard(0)])
     client.load(path, into={"whole": tensor})

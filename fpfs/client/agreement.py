@@ -1,0 +1,138 @@
+"""How all ranks come to the same file, and know who writes what of it, before one writes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from fpfs.client.container import Container, Layout
+from fpfs.client.gathering import Offered, can_gather
+from fpfs.client.peers import Peers, Process, RankFailed
+from fpfs.client.plan import Plan
+from fpfs.client.planning import Planning
+from fpfs.core.units import format_size
+
+
+class LayOut(Protocol):
+    """What lays a file out: `lay_out`, or another format's."""
+
+    def __call__(self, state: Any, *, whole: bool) -> Container:
+        """As `lay_out`."""
+
+
+class Agreed(NamedTuple):
+    """What a rank knows then."""
+
+    container: Container
+    planning: Planning
+    plan: Plan
+    offered: Offered
+
+
+class _Offer(msgspec.Struct):
+    """What a rank comes with."""
+
+    path: bytes
+    tensors: int
+    bytes_of_storages: int
+    records: bytes
+    """Their digest."""
+    layout: str
+    """Its digest: what is no tensor may be longer on one rank, and move all."""
+    plan: bytes
+    """Of whom and what was given as a plan."""
+    process: Process
+    addresses: dict[int, int]
+    """`Offered.addresses`."""
+
+
+class _Answer(msgspec.Struct):
+    """What a rank learns from all offers."""
+
+    gathers: bool
+    """Whether ranks can read each other's memory, and have to."""
+    layout: Layout | None
+    """How the file is laid out; None: as this rank has laid it out."""
+
+
+def agree(
+    peers: Peers,
+    state: Any,
+    plan: Plan | None,
+    lay_out: LayOut,
+    *,
+    path: str = "",
+    gathers: bool = True,
+) -> Agreed:
+    """Lay out a file, make sure that all ranks save the same, and know who writes what.
+
+    path: the same on all ranks. gathers: whether ranks may read each other's memory.
+    """
+    container = lay_out(state, whole=peers.is_group)
+    planning = Planning(container, peers, plan)
+    offered = Offered(container, None if gathers else ())
+    offer = _Offer(
+        path=os.fsencode(path),
+        tensors=len(container.tensors),
+        bytes_of_storages=int(planning.records.sizes.sum()),
+        records=planning.records.digest,
+        layout=container.layout_digest(),
+        plan=planning.digest,
+        process=Process.own(),
+        addresses=offered.addresses,
+    )
+
+    def answer(offers: list[_Offer]) -> list[_Answer]:
+        _compare(offers)
+        gathers = can_gather(
+            [offer.process for offer in offers], [offer.addresses for offer in offers]
+        )
+        layout = None
+        if any(offer.layout != offers[0].layout for offer in offers):
+            layout = container.layout()
+        return [
+            _Answer(gathers, None if offer.layout == offers[0].layout else layout)
+            for offer in offers
+        ]
+
+    answered = peers.exchange("offer", offer, answer, of=_Answer)
+    records = planning.records
+    if answered.layout is not None:
+        container = container.laid_out_as(answered.layout)
+        records = container.records()
+    chosen = planning.plan(records, gathers=answered.gathers)
+    return Agreed(container, planning, chosen, offered)
+
+
+def _compare(offers: list[_Offer]) -> None:
+    """Raise RankFailed of a rank that saves something else than rank 0."""
+    for rank, offer in enumerate(offers):
+        if offer.path != offers[0].path:
+            path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
+            raise RankFailed(
+                rank,
+                f"saves to {path!r}, and rank 0 to {own!r}: a group saves one file; for a file of"
+                " each rank, give group=fpfs.ALONE",
+            )
+        if offer.plan != offers[0].plan:
+            raise RankFailed(
+                rank,
+                "was given another plan than rank 0: all ranks save by plans of the same topology"
+                " and writers, or none",
+            )
+        if offer.records != offers[0].records:
+            raise RankFailed(
+                rank,
+                f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
+                " tensors of the same names, types and shapes, in the same order, sharded alike",
+            )
+
+
+def _described(offer: _Offer) -> str:
+    plural = "s" * (offer.tensors != 1)
+    return f"{offer.tensors} tensor{plural} in {format_size(offer.bytes_of_storages)}"
+
+
+__all__ = ["Agreed", "LayOut", "agree"]

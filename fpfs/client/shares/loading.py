@@ -1,0 +1,288 @@
+"""Loads a checkpoint whose shares are on several nodes.
+
+Ranks agree which checkpoint is the newest, and who sees which shares. Each reads those that it sees
+itself, and the rest through a rank that does (`serving`).
+
+Concurrency: as `save_shares`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fpfs.client.boxes import Ints
+from fpfs.client.parallel_file import Piece
+from fpfs.client.paths import resolve_all
+from fpfs.client.peers import Alone, Peers, Ranks, peers_of
+from fpfs.client.restoring import MapLocation, restore
+from fpfs.client.shares.format import (
+    MANIFEST,
+    Identity,
+    Manifest,
+    decode_header,
+    decode_manifest,
+    encode_manifest,
+    parse_name,
+)
+from fpfs.client.shares.reading import (
+    AnyShare,
+    Missing,
+    OpenShare,
+    Place,
+    Shares,
+    SharesFile,
+    check_found,
+    naming,
+    newest_of,
+    none_in,
+    opened_shares,
+    paths_of,
+)
+from fpfs.client.shares.serving import Serving
+from fpfs.client.topology import TIMEOUT_S
+from fpfs.core.transfers import Transfer, run_to_end
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fpfs.client.paths import Path
+
+FAR_BUFFER_BYTES = 4 * 1024 * 1024
+"""So much is asked for at once of small tensors."""
+
+
+def load_shares(
+    directory: Path | Sequence[Path],
+    *,
+    group: dist.ProcessGroup | Alone | None = None,
+    map_location: MapLocation = None,
+    weights_only: bool | None = True,
+    into: Any = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
+    """Load a checkpoint that `fpfs.save_shares` has saved, on any nodes, as many as there are now.
+
+    directory: where this rank sees shares, if any, or several of these. It need not be there. The
+        newest checkpoint that any rank sees is loaded; together the ranks see all its shares.
+    group: whose ranks load it; all of them call this. What a rank does not see itself, another one
+        that does reads for it and sends by torch.distributed (gloo). None: the default group of
+        torch.distributed, if that is initialized. ALONE: this process sees all shares.
+    map_location, weights_only, into: as `fpfs.load` has them; each rank may have others.
+    timeout_s: seconds that a rank waits at most for another that it knows nothing of.
+
+    Raises what `fpfs.load` raises, FileNotFoundError of a checkpoint or shares that no rank sees,
+    `Damaged` (a ValueError) of files that are no shares, and RankFailed of what another rank has
+    raised.
+    """
+    names = resolve_all(directory)
+    peers = peers_of(group, timeout_s=timeout_s, call="load_shares")
+    with peers, contextlib.ExitStack() as stack:
+        manifest, shares = _open(peers, names, stack, timeout_s=timeout_s)
+        is_near = all(isinstance(share, OpenShare) for share in shares)
+        sizes = {} if is_near else {"buffer_bytes": FAR_BUFFER_BYTES}
+        file = stack.enter_context(SharesFile(Shares(manifest, shares), **sizes))
+        state = restore(
+            file,
+            names[0],
+            map_location=map_location,
+            weights_only=weights_only,
+            into=into,
+            begin=peers.rank / peers.size,
+        )
+        peers.exchange("loaded", None, lambda ranks: ranks, of=type(None))
+    return state
+
+
+class _Newest(msgspec.Struct):
+    """The newest checkpoint that a rank sees, and then the newest of all."""
+
+    checkpoint: Identity | None
+    rank: int
+    """Who has its manifest."""
+
+
+class _Seen(msgspec.Struct):
+    """What a rank sees of the newest checkpoint."""
+
+    manifest: bytes
+    """Of the rank that was chosen for it."""
+    shares: list[int]
+
+
+class _Sources(msgspec.Struct):
+    """What a rank learns from all that are seen."""
+
+    manifest: bytes
+    servers: list[int]
+    """The rank that reads each share for this one; negative: it reads that itself, if anybody."""
+    all_near: bool
+    """Whether all ranks see all shares."""
+
+
+def _open(
+    peers: Peers, names: list[str], stack: contextlib.ExitStack, *, timeout_s: float
+) -> tuple[Manifest, Sequence[AnyShare]]:
+    """Open the shares of the newest checkpoint, for as long as `stack` is not left."""
+    if not isinstance(peers, Ranks):
+        return stack.enter_context(opened_shares(names))
+    former = None
+    while True:
+        manifest, sources = _agree(peers, names, former)
+        with contextlib.ExitStack() as opening:
+            near, gone = dict[int, OpenShare](), False
+            paths = paths_of(manifest, names)
+            for number, server in enumerate(sources.servers):
+                if server < 0:
+                    path = paths.get(number, manifest.shares[number].name)
+                    try:
+                        near[number] = opening.enter_context(OpenShare(path, manifest, number))
+                    except FileNotFoundError:
+                        gone = True
+            some_gone = peers.exchange(
+                "opened", gone, lambda ranks: [any(ranks)] * len(ranks), of=bool
+            )
+            if not some_gone:
+                stack.enter_context(opening.pop_all())
+                break
+        # It may just have been replaced: another one is the newest then.
+        former = manifest.checkpoint
+    if sources.all_near:
+        return manifest, [near[number] for number in sorted(near)]
+    serving = stack.enter_context(Serving(peers, near, timeout_s=timeout_s))
+    far = {
+        number: FarShare(serving, server, manifest, number)
+        for number, server in enumerate(sources.servers)
+        if server >= 0
+    }
+    # Of all at once.
+    for share in far.values():
+        share.begin_opening()
+    for share in far.values():
+        share.finish_opening()
+    return manifest, [far.get(number) or near[number] for number in range(len(manifest.shares))]
+
+
+def _agree(peers: Ranks, names: list[str], former: Identity | None) -> tuple[Manifest, _Sources]:
+    """Return the newest checkpoint, and who sees its shares.
+
+    former: the one that had not all shares; `Missing` is raised if it still is the newest.
+    """
+    own = newest_of(names)
+
+    def choose(found: list[_Newest]) -> list[_Newest]:
+        complete = [each for each in found if each.checkpoint is not None]
+        if not complete:
+            raise Missing(none_in(names))
+        newest = max(each.checkpoint for each in complete if each.checkpoint is not None)
+        chosen = next(each for each in complete if each.checkpoint == newest)
+        return [chosen] * len(found)
+
+    mine = _Newest(None if own is None else own.checkpoint, peers.rank)
+    chosen = peers.exchange("newest", mine, choose, of=_Newest)
+    seen = _Seen(b"", _seen(names, chosen.checkpoint))
+    if chosen.rank == peers.rank:
+        assert own is not None
+        seen.manifest = encode_manifest(own)
+
+    def tell(found: list[_Seen]) -> list[_Sources]:
+        content = found[chosen.rank].manifest
+        holders: dict[int, list[int]] = {}
+        for rank, each in enumerate(found):
+            for share in each.shares:
+                holders.setdefault(share, []).append(rank)
+        manifest = decode_manifest(content, MANIFEST)
+        if manifest.checkpoint == former:
+            check_found(manifest, holders.keys(), "any rank's directories")
+        count = len(manifest.shares)
+        all_near = all(set(each.shares) >= set(range(count)) for each in found)
+        answers = []
+        for rank, each in enumerate(found):
+            own_shares = set(each.shares)
+            servers = [
+                -1
+                if share in own_shares or share not in holders
+                else holders[share][rank % len(holders[share])]
+                for share in range(count)
+            ]
+            answers.append(_Sources(content, servers, all_near))
+        return answers
+
+    sources = peers.exchange("seen", seen, tell, of=_Sources)
+    return decode_manifest(sources.manifest, MANIFEST), sources
+
+
+def _seen(names: list[str], checkpoint: Identity | None) -> list[int]:
+    """The shares of a checkpoint that are in directories."""
+    found = set()
+    for name in names:
+        # A node that is new has none.
+        with contextlib.suppress(FileNotFoundError):
+            for file in os.listdir(name):
+                share = parse_name(file)
+                is_one = share is not None and share.checkpoint == checkpoint
+                # A link that leads nowhere is none.
+                if is_one and share is not None and os.path.exists(os.path.join(name, file)):
+                    found.add(share.share)
+    return sorted(found)
+
+
+class FarShare:
+    """A share that another rank reads."""
+
+    ranges: Ints
+
+    def __init__(self, serving: Serving, server: int, manifest: Manifest, number: int) -> None:
+        self._serving, self._server = serving, server
+        self._manifest, self._number = manifest, number
+        file = manifest.shares[number]
+        self.path = f"{file.name} of node {file.node!r}, which rank {server} reads"
+        self.begin = file.header_bytes
+        self._header = bytearray(self.begin)
+        self._opening: Transfer | None = None
+        self._container = b""
+        self._container_at = 0
+
+    def begin_opening(self) -> None:
+        """Ask for the header."""
+        memory = (ctypes.c_char * self.begin).from_buffer(self._header)
+        self._opening = self.start([(ctypes.addressof(memory), self.begin, 0)], memory)
+
+    def finish_opening(self) -> None:
+        """Wait for the header, and fetch what is read bit by bit."""
+        assert self._opening is not None
+        with naming(self.path):
+            run_to_end(self._opening)
+        found = decode_header(bytes(self._header), self._manifest, self._number, self.path)
+        self.ranges = found.ranges
+        at, size = found.container
+        content = bytearray(size)
+        self.read([(memoryview(content), at)])
+        self._container, self._container_at = bytes(content), at
+
+    def read(self, places: Sequence[Place]) -> None:
+        """Fill memory."""
+        pieces, owners = list[Piece](), []
+        for view, at in places:
+            within = at - self._container_at
+            if within >= 0 and within + len(view) <= len(self._container):
+                view[:] = self._container[within : within + len(view)]
+            elif len(view):
+                memory = (ctypes.c_char * len(view)).from_buffer(view)
+                owners.append(memory)
+                pieces.append((ctypes.addressof(memory), len(view), self.begin + at))
+        if pieces:
+            with naming(self.path):
+                run_to_end(self.start(pieces, owners))
+
+    def start(self, pieces: list[Piece], owners: object) -> Transfer:
+        """Begin to fill memory, which `owners` keeps, with pieces of the file."""
+        return self._serving.start(self._server, self._number, pieces, owners)
+
+
+__all__ = ["FarShare", "load_shares"]

@@ -1,0 +1,377 @@
+"""Reads a checkpoint's torch.save file out of the shares that have it.
+
+Concurrency: an object is used by one thread at a time. A save to the same directories may remove
+the shares of the checkpoint before, which is found meanwhile: it is looked for anew then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fpfs.client.boxes import Ints
+from fpfs.client.parallel_file import LargeReads, Piece, start_reading
+from fpfs.client.shares.format import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    Range,
+    decode_header,
+    decode_manifest,
+)
+from fpfs.core.transfers import Transfer, run_to_end
+
+TRIES = 10
+"""So often at most is a checkpoint replaced while it is opened."""
+PIECES_MAX = 100_000
+"""So many are read at once."""
+
+
+class Missing(FileNotFoundError):
+    """A share, or a checkpoint, is in none of the directories."""
+
+
+def read_manifest(directory: str) -> Manifest | None:
+    """Return a directory's manifest; None: it has none."""
+    path = os.path.join(directory, MANIFEST)
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        return None
+    return decode_manifest(content, path)
+
+
+def has_shares(path: str) -> bool:
+    """Whether it is a directory with a manifest. IsADirectoryError: it has none."""
+    if not os.path.isdir(path):
+        return False
+    if not os.path.exists(os.path.join(path, MANIFEST)):
+        raise IsADirectoryError(errno.EISDIR, f"a directory without a {MANIFEST}", path)
+    return True
+
+
+def newest_manifest(directories: Sequence[str]) -> Manifest:
+    """Return that of the newest checkpoint: each was written when its checkpoint was complete."""
+    newest = newest_of(directories)
+    if newest is None:
+        raise Missing(none_in(directories))
+    return newest
+
+
+def newest_of(directories: Sequence[str]) -> Manifest | None:
+    """Return that of the newest checkpoint; None: there is none."""
+    manifests = [found for found in map(read_manifest, directories) if found is not None]
+    return max(manifests, key=lambda manifest: manifest.checkpoint, default=None)
+
+
+def none_in(directories: Sequence[str]) -> str:
+    """What is wrong with directories without a checkpoint."""
+    places = ", ".join(directories)
+    return f"there is no complete checkpoint in {places}: a save writes {MANIFEST} at last"
+
+
+def paths_of(manifest: Manifest, directories: Sequence[str]) -> dict[int, str]:
+    """Return where shares of a checkpoint are, by their numbers, of those that are there."""
+    paths = {}
+    for number, share in enumerate(manifest.shares):
+        places = [os.path.join(directory, share.name) for directory in directories]
+        path = next(filter(os.path.exists, places), None)
+        if path is not None:
+            paths[number] = path
+    return paths
+
+
+def check_found(manifest: Manifest, found: Collection[int], where: str) -> None:
+    """Raise `Missing`, which names them, if shares have not been found."""
+    missing = [
+        f"share {number} of node {share.node!r} ({share.name})"
+        for number, share in enumerate(manifest.shares)
+        if number not in found
+    ]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise Missing(
+            f"{', '.join(missing[:3])}{more} of {len(manifest.shares)} is not in {where}: name the"
+            " directories of all nodes, or copy the files there"
+        )
+
+
+Place = tuple[memoryview, int]
+"""Memory, and what it is filled with: `Range.at`."""
+
+
+class AnyShare(Protocol):
+    """A share, wherever it is."""
+
+    path: str
+    """For errors."""
+    begin: int
+    """Of its ranges in the file."""
+    ranges: Ints
+    """Of shape (ranges, fields of Range)."""
+
+    def read(self, places: Sequence[Place]) -> None:
+        """Fill memory with a few bytes."""
+
+    def start(self, pieces: list[Piece], owners: object) -> Transfer:
+        """Begin to fill memory, which `owners` keeps, with pieces of the file."""
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let an OSError of a descriptor have the file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+class OpenShare:
+    """A share of a manifest, open; as a context, it is closed in the end.
+
+    Raises OSError of what cannot be read, and `Damaged`.
+    """
+
+    def __init__(self, path: str, manifest: Manifest, number: int) -> None:
+        self.path = path
+        with contextlib.ExitStack() as closing:
+            self._file = closing.enter_context(open(path, "rb"))
+            size = os.fstat(self.fd).st_size
+            expected = manifest.shares[number]
+            if size != expected.bytes:
+                raise Damaged(f"{path} has {size} bytes instead of {expected.bytes}")
+            self.header = self._file.read(expected.header_bytes)
+            self.begin = expected.header_bytes
+            self.ranges, self.container = decode_header(self.header, manifest, number, path)
+            self._closing = closing.pop_all()
+
+    def __enter__(self) -> OpenShare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor."""
+        return self._file.fileno()
+
+    def read(self, places: Sequence[Place]) -> None:
+        """Fill memory."""
+        for view, at in places:
+            rest, offset = view, self.begin + at
+            while rest:
+                with naming(self.path):
+                    count = os.preadv(self.fd, [rest], offset)
+                if count == 0:
+                    raise Damaged(f"{self.path} has become shorter")
+                rest, offset = rest[count:], offset + count
+
+    def start(self, pieces: list[Piece], owners: object) -> Transfer:
+        """Begin to fill memory, which `owners` keeps, with pieces of the file."""
+        return start_reading(pieces, fd=self.fd, owners=owners)
+
+
+class Shares:
+    """The torch.save file that shares have together."""
+
+    def __init__(self, manifest: Manifest, shares: Sequence[AnyShare]) -> None:
+        self.manifest = manifest
+        self._shares = shares
+        self._index = Index([share.ranges for share in shares], manifest.bytes)
+
+    def check_whole(self) -> None:
+        """Raise `Damaged` if the shares have not all of the file."""
+        rows = np.concatenate([share.ranges for share in self._shares])
+        found = int((rows[:, 1] * rows[:, 2]).sum())
+        if found != self.manifest.bytes:
+            raise Damaged(f"the shares have {found} of the file's {self.manifest.bytes} bytes")
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from the file's `offset` on."""
+        places: dict[int, list[Place]] = {}
+        for share, at, begin, count in self._index.find(offset, len(view)).tolist():
+            places.setdefault(share, []).append((view[begin : begin + count], at))
+        for share, some in places.items():
+            self._shares[share].read(some)
+
+    def read_pieces(self, pieces: Sequence[Piece], owners: object) -> None:
+        """Fill memory, which `owners` keeps, from all shares at once."""
+        found: list[list[Piece]] = [[] for _ in self._shares]
+        count_pieces = 0
+        for address, count, offset in pieces:
+            for share, at, begin, length in self._index.find(offset, count).tolist():
+                found[share].append((address + begin, length, self._shares[share].begin + at))
+                count_pieces += 1
+            if count_pieces > PIECES_MAX:
+                self._read(found, owners)
+                found, count_pieces = [[] for _ in self._shares], 0
+        self._read(found, owners)
+
+    def _read(self, found: list[list[Piece]], owners: object) -> None:
+        with contextlib.ExitStack() as closing:
+            transfers = []
+            for share, pieces in zip(self._shares, found, strict=True):
+                if pieces:
+                    transfer = share.start(pieces, owners)
+                    closing.callback(transfer.close)
+                    transfers.append((share.path, transfer))
+            for path, transfer in transfers:
+                with naming(path):
+                    run_to_end(transfer)
+
+
+@contextlib.contextmanager
+def opened_shares(directories: Sequence[str]) -> Iterator[tuple[Manifest, list[OpenShare]]]:
+    """Open all shares of the newest checkpoint of directories, which are absolute.
+
+    Raises OSError of what is not there or cannot be read, `Missing` among them, and `Damaged`.
+    """
+    with contextlib.ExitStack() as closing:
+        for tries in itertools.count(1):
+            manifest = newest_manifest(directories)
+            paths = paths_of(manifest, directories)
+            try:
+                check_found(manifest, paths, ", ".join(directories))
+                shares = [
+                    closing.enter_context(OpenShare(path, manifest, number))
+                    for number, path in sorted(paths.items())
+                ]
+            except FileNotFoundError:
+                # It may just have been replaced.
+                if tries == TRIES or newest_manifest(directories) == manifest:
+                    raise
+                continue
+            break
+        yield manifest, shares
+
+
+class Index:
+    """Where each byte of the torch.save file is."""
+
+    def __init__(self, of_shares: Sequence[Ints], file_bytes: int) -> None:
+        width = len(Range._fields)
+        rows = np.concatenate([np.zeros((0, width), dtype=np.int64), *of_shares])
+        share = np.repeat(np.arange(len(of_shares)), [len(ranges) for ranges in of_shares])
+        order = np.argsort(rows[:, 0], kind="stable")
+        self._rows, self._share = rows[order], share[order]
+        spans = (self._rows[:, 2] - 1) * self._rows[:, 3] + self._rows[:, 1]
+        reached = np.maximum.accumulate(self._rows[:, 0] + spans)
+        # Ranges of several runs reach into each other: they are looked at together.
+        is_first = np.ones(len(rows), dtype=bool)
+        is_first[1:] = self._rows[1:, 0] >= reached[:-1]
+        self._first_rows = np.append(np.flatnonzero(is_first), len(rows))
+        self._begins = self._rows[self._first_rows[:-1], 0]
+        self._file_bytes = file_bytes
+
+    def find(self, offset: int, count: int) -> Ints:
+        """Return where bytes are: rows of share, `Range.at`, begin in what is asked for, bytes.
+
+        In order. Raises `Damaged` of what no share has.
+        """
+        end = offset + count
+        first = max(0, int(np.searchsorted(self._begins, offset, side="right")) - 1)
+        last = int(np.searchsorted(self._begins, end, side="left"))
+        chosen = slice(int(self._first_rows[first]), int(self._first_rows[last]))
+        begin, size, runs, step, at, _ = self._rows[chosen].T
+        step = np.where(runs == 1, size, step)
+        # The runs of each range that reach into what is asked for.
+        low = np.maximum(0, (offset - begin - size) // step + 1)
+        high = np.minimum(runs, -((begin - end) // step))
+        wanted = np.maximum(0, high - low)
+        index = np.repeat(np.arange(len(wanted)), wanted)
+        before = np.cumsum(wanted) - wanted
+        run = np.arange(len(index)) - before[index] + low[index]
+        run_begin = begin[index] + run * step[index]
+        from_ = np.maximum(run_begin, offset)
+        to = np.minimum(run_begin + size[index], end)
+        found: npt.NDArray[Any] = np.stack(
+            [
+                self._share[chosen][index],
+                at[index] + run * size[index] + (from_ - run_begin),
+                from_ - offset,
+                to - from_,
+            ],
+            axis=1,
+        )
+        found = found[np.argsort(found[:, 2], kind="stable")]
+        ends = np.append(0, np.cumsum(found[:, 3]))
+        if ends[-1] != count or (found[:, 2] != ends[:-1]).any():
+            raise Damaged(
+                f"the shares have not all of the file's bytes {offset} to {end} (of"
+                f" {self._file_bytes}), or some twice"
+            )
+        return found
+
+
+class _Raw(io.RawIOBase):
+    """The torch.save file, as Python reads files."""
+
+    def __init__(self, shares: Shares) -> None:
+        super().__init__()
+        self._shares = shares
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._shares.manifest.bytes}
+        self._at = max(0, base[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        with memoryview(buffer).cast("B") as wanted:
+            count = max(0, min(len(wanted), self._shares.manifest.bytes - self._at))
+            self._shares.read(wanted[:count], self._at)
+        self._at += count
+        return count
+
+
+class SharesFile(LargeReads):
+    """The torch.save file that shares have, as a file to read."""
+
+    def __init__(self, shares: Shares, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> None:
+        super().__init__(_Raw(shares), shares.manifest.bytes, buffer_bytes)
+        self._shares = shares
+
+    def read_pieces(self, pieces: list[Piece], owners: object) -> None:
+        """Fill memory, which `owners` keeps."""
+        self._shares.read_pieces(pieces, owners)
+
+
+__all__ = [
+    "AnyShare",
+    "Index",
+    "Missing",
+    "OpenShare",
+    "Place",
+    "Shares",
+    "SharesFile",
+    "check_found",
+    "has_shares",
+    "naming",
+    "newest_manifest",
+    "newest_of",
+    "none_in",
+    "opened_shares",
+    "paths_of",
+    "read_manifest",
+]

@@ -1,0 +1,591 @@
+"""Saves a state over several nodes: each node's ranks write one share, to the storage they see.
+
+The state is laid out as one torch.save file, as `fpfs.save` does, and planned likewise; what a rank
+would write of that file goes to its node's share instead, without gaps. Rank 0's share has what is
+not tensors' bytes, too. When all shares are durable, rank 0 writes the manifest, and then a copy of
+it goes beside each share. So whoever finds a manifest anywhere knows that its checkpoint is
+complete.
+
+Ranks are of one node if they see the same directory. The first of a node's makes its files.
+
+Concurrency: as `fpfs.save`. Two groups may save to one directory at once: one of the checkpoints is
+the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import socket
+import time
+import zlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fpfs.client.agreement import Agreed, agree
+from fpfs.client.boxes import Ints
+from fpfs.client.container import Container, Text, lay_out
+from fpfs.client.paths import default_threads, flush, parents_of_missing, resolve
+from fpfs.client.peers import Alone, Peers, Process, Ranks, peers_of
+from fpfs.client.plan import Plan, Share
+from fpfs.client.replacement import Replacement, locked_directory, remove_left
+from fpfs.client.saving import Saved
+from fpfs.client.shares.copying import Copies, holders
+from fpfs.client.shares.format import (
+    MANIFEST,
+    VERSION,
+    Header,
+    Identity,
+    Manifest,
+    Range,
+    ShareFile,
+    decode_manifest,
+    encode_header,
+    encode_manifest,
+    header_room,
+    parse_name,
+    share_name,
+)
+from fpfs.client.shares.reading import OpenShare, read_manifest
+from fpfs.client.shares.serving import Serving
+from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.writing import REQUEST_BYTES, Written, crc32_parts, rest_of, write
+from fpfs.core.temporary_names import target_of
+from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def save_shares(
+    state: Any,
+    directory: str | bytes | os.PathLike[Any],
+    *,
+    group: dist.ProcessGroup | Alone | None = None,
+    plan: Plan | None = None,
+    copies: int = 1,
+    timeout_s: float = TIMEOUT_S,
+) -> Saved:
+    """Save `state` over several nodes, each of which has storage of its own, durably.
+
+    Each node's ranks write a file to `directory`, the node's share, and beside it lies a manifest.
+    `fpfs.load` loads the checkpoint where it sees all shares, and ``fpfs-ctl gather`` makes the
+    ordinary torch.save file of them.
+
+    The checkpoint is complete, and replaces one that the directories had before, when rank 0 has
+    written the manifest, which is when all shares survive power loss. Until then the former one
+    stays, whatever fails. A failure leaves nothing else, unless it falls into the moment between:
+    shares may stay then that belong to no checkpoint. The next save to the directories removes
+    them.
+
+    state, group, plan, timeout_s: as `fpfs.save` has them.
+    directory: on each node; it is made if it is not there. Ranks that see the same one are of one
+        node.
+    copies: how many nodes keep each share; with 2 a node may be lost. What is copied is sent by
+        torch.distributed (gloo), and the call returns when it is durable as well.
+
+    Returns what was saved; `path` is the directory on this node, `bytes` those of the torch.save
+    file.
+
+    Raises what `fpfs.save` raises; NotADirectoryError of a file, ValueError of more
+    copies than there are nodes, and `Damaged` (a ValueError) of a
+    directory whose manifest is none.
+    """
+    started = time.monotonic()
+    peers = peers_of(group, timeout_s=timeout_s, call="save_shares")
+    with SharesSave(peers, copies=copies, timeout_s=timeout_s) as steps:
+        steps.agree(state, directory, plan)
+        laid_out = time.monotonic()
+        written = steps.write()
+        write_s = time.monotonic() - laid_out
+    return Saved(
+        path=steps.directory,
+        bytes=steps.file_bytes,
+        seconds=time.monotonic() - started,
+        lay_out_s=laid_out - started,
+        write_s=write_s,
+        durable=True,
+        written=written,
+    )
+
+
+class _Site(msgspec.Struct, array_like=True):
+    """Where a rank saves."""
+
+    kernel: str
+    device: int
+    inode: int
+    number: int
+    """`_last_number`."""
+
+
+class _Nodes(msgspec.Struct):
+    """What a rank learns from all sites."""
+
+    of_ranks: list[int]
+    """Each one's node."""
+    checkpoint: Identity
+
+
+class _Opened(msgspec.Struct, array_like=True):
+    """A node's share."""
+
+    name: bytes
+    """Its temporary one."""
+    begin: int
+    """Of its ranges."""
+    file_bytes: int
+
+
+class _Shares(msgspec.Struct, array_like=True):
+    """What a rank learns of the shares that have been made."""
+
+    own: _Opened
+    """Its node's."""
+    sizes: list[int]
+    """Of all, if they are to be copied."""
+
+
+class _Closed(msgspec.Struct):
+    """What the first rank of a node has finished."""
+
+    share: ShareFile | None
+
+
+class _Part(msgspec.Struct):
+    """What a rank has written."""
+
+    written: Written
+    of_records: dict[int, int]
+    """What its bytes of each record are of that one's CRC32."""
+    crcs: list[int]
+    """Of each of its ranges."""
+
+
+class _Parts(msgspec.Struct):
+    """What rank 0 tells of all parts."""
+
+    written: list[Written]
+    crcs: list[int]
+    """To the first rank of a node: of the node's ranges, but for those of texts."""
+
+
+class _Node(NamedTuple):
+    """What a rank's node writes."""
+
+    number: int
+    nodes: int
+    members: list[int]
+    """Its ranks. The first one makes the files."""
+    bases: list[int]
+    """Where each member's ranges begin in the share, counted from the first one's."""
+    container: tuple[int, int]
+    """As `Header.container`."""
+    bytes: int
+
+    @staticmethod
+    def of(of_ranks: list[int], rank: int, plan: Plan, text_bytes: int) -> _Node:
+        number = of_ranks[rank]
+        members = [other for other, node in enumerate(of_ranks) if node == number]
+        block_bytes = plan.topology.chunk_bytes
+        bases, end = [], 0
+        for member in members:
+            bases.append(-(-end // block_bytes) * block_bytes)
+            end = bases[-1] + plan.share(member).bytes
+        container = (0, 0)
+        if members[0] == 0:
+            container = (-(-end // block_bytes) * block_bytes, text_bytes)
+            end = sum(container)
+        return _Node(number, max(of_ranks) + 1, members, bases, container, end)
+
+    def ranges(self, plan: Plan, member: int) -> Ints:
+        """A member's ranges, without CRC32s."""
+        pieces = plan.share(member).table
+        found = np.zeros((len(pieces), len(Range._fields)), dtype=np.int64)
+        found[:, [0, 1, 2, 3]] = pieces[:, [0, 1, 4, 5]]
+        sizes = pieces[:, 1] * pieces[:, 4]
+        found[:, 4] = self.bases[self.members.index(member)] + np.cumsum(sizes) - sizes
+        return found
+
+    def text_ranges(self, container: Container) -> Ints:
+        """What is not tensors' bytes, which rank 0 writes."""
+        rows = [
+            (text.offset, text.bytes, 1, 0, self.container[0] + text.start, 0)
+            for text in container.parts
+            if isinstance(text, Text) and text.bytes > 0
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, len(Range._fields))
+
+
+class SharesSave:
+    """A save over nodes, step by step. As a context: what is begun and not finished is undone.
+
+    All ranks of the group do each step, which raises as `save_shares`.
+    """
+
+    def __init__(self, peers: Peers, *, copies: int, timeout_s: float) -> None:
+        if type(copies) is not int or copies < 1:
+            raise ValueError(f"copies is {copies!r}: give how many nodes keep each share")
+        self._peers = peers
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self.directory = ""
+        """Links followed."""
+        self.file_bytes = 0
+        self._made: list[str] = []
+        """Directories, from outer to inner."""
+        self._share_path = ""
+        self._share: Replacement | None = None
+        """The first rank's of the node."""
+        self._has_name = False
+        self._of_others: Copies | None = None
+        self._stays: bool | None = False
+        """Whether the checkpoint is complete. None: rank 0 knows."""
+
+    def __enter__(self) -> SharesSave:
+        self._peers.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError) and error.filename is None and self.directory:
+            error.filename = self.directory
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._peers.__exit__, kind, error, trace)
+            if error is not None:
+                self._peers.tell(error)
+                stays = self._stays
+                if self._peers.rank == 0 or stays is None:
+                    stays = self._peers.verdict(bool(stays))
+                # If nobody knows, it may be complete.
+                if stays is False:
+                    stack.callback(self._remove)
+            for files in (self._share, self._of_others):
+                if files is not None:
+                    stack.callback(files.discard)
+
+    def _remove(self) -> None:
+        # What fails here is garbage that the next save removes.
+        if self._has_name:
+            with contextlib.suppress(OSError):
+                os.unlink(self._share_path)
+        if self._of_others is not None:
+            self._of_others.remove()
+        if self._share is None and self._share_path:
+            # The rank that made it may have been killed.
+            with contextlib.suppress(OSError):
+                remove_left(self._share_path)
+        for path in reversed(self._made):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+    def agree(
+        self, state: Any, directory: str | bytes | os.PathLike[Any], plan: Plan | None
+    ) -> None:
+        """Lay out the file, make sure that all ranks save the same, and know who writes what."""
+        self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
+        self.file_bytes = self._agreed.container.bytes
+        self.directory = resolve(directory)
+        self._made = _make_directory(self.directory)
+        status = os.stat(self.directory)
+        number = _last_number(self.directory)
+        site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number)
+
+        def answer(sites: list[_Site]) -> list[_Nodes]:
+            places = [(site.kernel, site.device, site.inode) for site in sites]
+            numbers = {place: node for node, place in enumerate(dict.fromkeys(places))}
+            of_ranks = [numbers[place] for place in places]
+            if len(numbers) < self._copies:
+                nodes = f"{len(numbers)} node{'s' * (len(numbers) != 1)}"
+                raise ValueError(
+                    f"{self._copies} copies are to be kept, and there is {nodes}: ranks of one"
+                    " directory are one node"
+                )
+            latest = max(site.number for site in sites)
+            return [_Nodes(of_ranks, Identity(latest + 1, secrets.token_hex(8)))] * len(sites)
+
+        found = self._peers.exchange("node", site, answer, of=_Nodes)
+        self._checkpoint, self._of_ranks = found.checkpoint, found.of_ranks
+        rank, text_bytes = self._peers.rank, len(self._agreed.container.text)
+        self._node = _Node.of(found.of_ranks, rank, self._agreed.plan, text_bytes)
+        self._is_first = self._node.members[0] == rank
+        name = share_name(self._node.number, self._node.nodes, self._checkpoint)
+        self._share_path = os.path.join(self.directory, name)
+
+    def write(self, *, threads: int | None = None) -> tuple[Written, ...]:
+        """Write what was agreed on; returns what each rank has, when the checkpoint is complete.
+
+        threads: how many write. None: this rank's share of as many as there are processors.
+        """
+        if threads is None:
+            threads = max(1, default_threads() // len(self._node.members))
+        ranges, opened = self._open()
+        if self._copies > 1:
+            self._peers.exchange("room", None, lambda ranks: ranks, of=type(None))
+        part = self._write_part(opened, threads)
+        parts = self._peers.exchange("part", part, self._join, of=_Parts)
+        own = _Closed(None)
+        if self._share is not None:
+            own = _Closed(self._finish_share(ranges, opened.begin, parts.crcs))
+        manifest = self._peers.exchange("closed", own, self._describe, of=bytes)
+        if self._copies > 1:
+            self._copy(manifest, threads)
+        if self._peers.rank != 0:
+            self._stays = None
+
+        def commit(ranks: list[None]) -> list[None]:
+            self._write_manifest(manifest)
+            return ranks
+
+        # All that it names is durable.
+        self._peers.exchange("durable", None, commit, of=type(None))
+        self._stays = True
+        if self._is_first:
+            if self._peers.rank != 0:
+                self._write_manifest(manifest)
+            self._remove_former()
+        self._peers.exchange("end", None, lambda ranks: ranks, of=type(None))
+        return tuple(parts.written)
+
+    def _open(self) -> tuple[Ints, _Opened]:
+        """Make the node's share, if this rank is the first; its ranges then, and where it is."""
+        node, plan = self._node, self._agreed.plan
+        ranges = np.zeros((0, len(Range._fields)), dtype=np.int64)
+        opened = _Opened(b"", 0, 0)
+        if self._is_first:
+            found = [node.ranges(plan, member) for member in node.members]
+            if node.number == 0:
+                found.append(node.text_ranges(self._agreed.container))
+            ranges = np.concatenate(found)
+            self._begin = begin = header_room(ranges, self._header)
+            self._share = Replacement(self._share_path)
+            self._share.reserve(begin + node.bytes)
+            name = os.fsencode(os.path.basename(self._share.temporary_path))
+            opened = _Opened(name, begin, begin + node.bytes)
+
+        def answer(opened: list[_Opened]) -> list[_Shares]:
+            own = [opened[rank] for rank in self._firsts]
+            sizes = [each.file_bytes for each in own] if self._copies > 1 else []
+            return [_Shares(own[number], sizes) for number in self._of_ranks]
+
+        shares = self._peers.exchange("share", opened, answer, of=_Shares)
+        if self._copies > 1 and self._is_first:
+            kept = {
+                share: size
+                for share, size in enumerate(shares.sizes)
+                if node.number in holders(share, node.nodes, self._copies)[1:]
+            }
+            self._of_others = Copies(self.directory, self._checkpoint, node.nodes, kept)
+        return ranges, shares.own
+
+    @property
+    def _firsts(self) -> list[int]:
+        """The first rank of each node."""
+        found: dict[int, int] = {}
+        for rank, number in enumerate(self._of_ranks):
+            found.setdefault(number, rank)
+        return [found[number] for number in sorted(found)]
+
+    @property
+    def _header(self) -> Header:
+        return Header(
+            version=VERSION,
+            checkpoint=self._checkpoint,
+            share=self._node.number,
+            shares=self._node.nodes,
+            bytes=self.file_bytes,
+            container=self._node.container,
+            ranges=[],
+        )
+
+    def _write_part(self, opened: _Opened, threads: int) -> _Part:
+        """Write this rank's ranges."""
+        started = time.monotonic()
+        container, rank = self._agreed.container, self._peers.rank
+        share = self._agreed.plan.share(rank)
+        copied_bytes, of_pieces = 0, list[list[int]]()
+        if share.pieces:
+            moved = share.table.copy()
+            moved[:, 0] = opened.begin + self._node.ranges(self._agreed.plan, rank)[:, 4]
+            moved[:, 5] = moved[:, 1]  # run behind run
+            path = os.path.join(self.directory, os.fsdecode(opened.name))
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    copied_bytes, of_pieces = write(
+                        Share(moved, []),
+                        container,
+                        fd=fd,
+                        threads=threads,
+                        check=self._peers.check,
+                    )
+                finally:
+                    os.close(fd)
+            except OSError:
+                self._peers.check()  # Who failed had it removed.
+                raise
+        crcs = []
+        for piece, of_runs in zip(share.pieces, of_pieces, strict=True):
+            crc = 0
+            for of_run in of_runs:
+                crc = combine_crc32(crc, of_run, piece.bytes)
+            crcs.append(crc)
+        seconds = time.monotonic() - started
+        written = Written(rank, share.bytes, seconds, copied_bytes, threads)
+        return _Part(written, crc32_parts(share.pieces, of_pieces, container), crcs)
+
+    def _join(self, parts: list[_Part]) -> list[_Parts]:
+        """Rank 0: write what is not tensors' bytes, with their CRC32s."""
+        assert self._share is not None
+        container = self._agreed.container
+        rest_of(
+            range(len(container.parts) // 2 + 1), [part.of_records for part in parts], container
+        )
+        text = container.text
+        memory = (ctypes.c_char * len(text)).from_buffer(text)
+        own = (ctypes.addressof(memory), len(text), self._begin + self._node.container[0])
+        run_to_end(
+            write_pieces(
+                [own],
+                [],
+                strips=[],
+                owners=memory,
+                fd=self._share.fd,
+                request_bytes=REQUEST_BYTES,
+                threads=1,
+            )
+        )
+        first = parts[0].written
+        parts[0].written = first._replace(
+            bytes=first.bytes + len(text), copied_bytes=first.copied_bytes + len(text)
+        )
+        written = [part.written for part in parts if part.written.bytes > 0]
+        crcs: dict[int, list[int]] = {}
+        for part, number in zip(parts, self._of_ranks, strict=True):
+            crcs.setdefault(number, []).extend(part.crcs)
+        # Each node's first rank takes them.
+        return [_Parts(written, crcs.pop(number, [])) for number in self._of_ranks]
+
+    def _finish_share(self, ranges: Ints, begin: int, crcs: list[int]) -> ShareFile:
+        """Write the header; what the manifest says of the share, which is durable."""
+        assert self._share is not None
+        if self._node.number == 0:
+            text = memoryview(self._agreed.container.text)
+            for text_range in ranges[len(crcs) :].tolist():
+                start = text_range[4] - self._node.container[0]
+                crcs.append(zlib.crc32(text[start : start + text_range[1]]))
+        ranges[:, 5] = crcs
+        header = encode_header(ranges, self._header, begin)
+        _write_all(self._share.fd, header)
+        size = os.fstat(self._share.fd).st_size
+        self._share.complete(durable=True)
+        self._share.take_name()
+        self._has_name = True
+        self._share.flush_name()
+        name = os.path.basename(self._share_path)
+        return ShareFile(name, socket.gethostname(), size, begin, zlib.crc32(header))
+
+    def _describe(self, closed: list[_Closed]) -> list[bytes]:
+        """Rank 0: the manifest, of shares that are durable."""
+        found = [each.share for each in closed if each.share is not None]
+        manifest = Manifest(
+            version=VERSION,
+            checkpoint=self._checkpoint,
+            bytes=self.file_bytes,
+            ranks=self._peers.size,
+            copies=self._copies,
+            shares=tuple(sorted(found, key=lambda share: (len(share.name), share.name))),
+        )
+        return [encode_manifest(manifest)] * len(closed)
+
+    def _copy(self, content: bytes, threads: int) -> None:
+        """Copy shares to other nodes; returns when all copies are durable."""
+        assert isinstance(self._peers, Ranks)
+        with contextlib.ExitStack() as stack:
+            manifest = decode_manifest(content, MANIFEST)
+            near = {}
+            if self._is_first:
+                own = OpenShare(self._share_path, manifest, self._node.number)
+                near[self._node.number] = stack.enter_context(own)
+            serving = stack.enter_context(Serving(self._peers, near, timeout_s=self._timeout_s))
+            if self._of_others is not None:
+                self._of_others.fetch(serving, dict(enumerate(self._firsts)), manifest, threads)
+            self._peers.exchange("copied", None, lambda ranks: ranks, of=type(None))
+
+    def _write_manifest(self, content: bytes) -> None:
+        """Write the manifest, unless that of a later checkpoint is there, of another group."""
+        path = os.path.join(self.directory, MANIFEST)
+        with locked_directory(self.directory):
+            former = read_manifest(self.directory)
+            if former is not None and former.checkpoint > self._checkpoint:
+                self._stays = True
+                return
+            with Replacement(path) as replacement:
+                _write_all(replacement.fd, content)
+                replacement.complete(durable=True)
+                # From here on it may be there.
+                self._stays = True
+                replacement.take_name()
+                replacement.flush_name()
+
+    def _remove_former(self) -> None:
+        """Remove shares of former checkpoints, and what killed saves have left."""
+        with locked_directory(self.directory):
+            newest = read_manifest(self.directory)
+            first = self._checkpoint if newest is None else min(newest.checkpoint, self._checkpoint)
+
+            def is_left(found: bytes) -> bool:
+                target = target_of(found)
+                if target is not None:
+                    name = os.fsdecode(target)
+                    return name == MANIFEST or parse_name(name) is not None
+                share = parse_name(os.fsdecode(found))
+                return share is not None and share.checkpoint.number < first.number
+
+            remove_left(os.path.join(self.directory, MANIFEST), of=is_left)
+
+
+def _last_number(directory: str) -> int:
+    """Return the greatest number of what is there: a checkpoint, or shares of none; 0: nothing."""
+    former = read_manifest(directory)
+    shares = filter(None, map(parse_name, os.listdir(directory)))
+    numbers = [share.checkpoint.number for share in shares]
+    return max([0 if former is None else former.checkpoint.number, *numbers])
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    """Write the begin of a file."""
+    rest, at = memoryview(content), 0
+    while rest:
+        count = os.pwrite(fd, rest, at)
+        rest, at = rest[count:], at + count
+
+
+def _make_directory(path: str) -> list[str]:
+    """Make a directory and those above it that are missing; returns those that this made."""
+    parents = parents_of_missing(path)
+    made = []
+    for missing in [*reversed(parents[:-1]), path] if parents else []:
+        try:
+            os.mkdir(missing)
+        except FileExistsError:  # another rank's
+            continue
+        made.append(missing)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    for parent in parents:
+        flush(parent)
+    return made
+
+
+__all__ = ["SharesSave", "save_shares"]

@@ -1,0 +1,166 @@
+"""Nodes with a mount each save one checkpoint: whole or not at all, whoever is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpfs import client
+from fpfs.client.shares.gathering import verify
+from fpfs.client.shares.reading import read_manifest
+from fpfs.testing.mounted import Mount, mounted
+from tests.support.failures.damage import blocks_of, flip
+from tests.support.failures.faults import MEBIBYTE, faulty_mount
+from tests.support.ranks import Worlds
+from tests.support.seeds import IS_LONG, chosen_seed
+from tests.support.servers import kill
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.clients
+
+KILLS = 100 if IS_LONG else 5
+DELAY_S = 0.3
+RANKS = 4
+CUT_OFF = r"the writer of \.fpfs-save-.*\.(share|manifest\.json) was cut off by SIGKILL: "
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Mount]]:
+    """Two mounts, of which each has two ranks."""
+    with mounted(devices=2) as first, mounted() as second:
+        found = [first, second]
+        for mount in found:
+            mount.allow_log(CUT_OFF)
+            mount.allow_log("died .signal 9.: starting another")
+        yield found
+
+
+def places_of(nodes: list[Mount]) -> list[str]:
+    return [str(mount.root / "step") for mount in nodes]
+
+
+def save_and_save(places: list[str], step: int) -> None:
+    """As a rank: save over and over, of each step another state, until a rank dies."""
+    state = {str(number): torch.zeros(500_001, dtype=torch.int32) for number in range(8)}
+    own = places[dist.get_rank() * len(places) // dist.get_world_size()]
+    while True:
+        for tensor in state.values():
+            tensor.fill_(step)
+        client.save_shares(state, own)
+        step += 1
+
+
+def save_once(places: list[str], step: int) -> None:
+    """As a rank: save."""
+    state = {str(number): torch.full((500_001,), step, dtype=torch.int32) for number in range(8)}
+    client.save_shares(state, places[dist.get_rank() * len(places) // dist.get_world_size()])
+
+
+def load_own(places: list[str]) -> int:
+    """As a rank that sees one of the directories."""
+    return step_of(client.load(places[dist.get_rank()]))
+
+
+def step_of(state: dict[str, torch.Tensor]) -> int:
+    """The step that a checkpoint is of, whose tensors are all there and of one step."""
+    assert len(state) == 8
+    (step,) = {int(value) for tensor in state.values() for value in tensor.unique()}
+    return step
+
+
+def test_whoever_is_killed_there_is_a_whole_checkpoint(nodes: list[Mount], forks: Worlds) -> None:
+    """A rank, a node's ranks, all of them; and a server now and then, which is not noticed."""
+    chance = random.Random(chosen_seed())
+    places = places_of(nodes)
+    last = 0
+    for number in range(KILLS):
+        first_step = 1000 * (number + 1)
+        world = forks.start(RANKS, save_and_save, places, first_step)
+        wait_until(lambda last=last: number_in(places[0]) > last)
+        time.sleep(chance.uniform(0, DELAY_S))
+        if number % 2:
+            kill(nodes[chance.randrange(2)])
+            time.sleep(chance.uniform(0, DELAY_S))
+        killed = chance.choice([[0], [3], [0, 1], [2, 3], list(range(RANKS))])
+        for rank in killed:
+            world.kill(rank)
+        errors = [outcome.error for outcome in world.outcomes()]
+        for rank, error in enumerate(errors):
+            assert error == -signal.SIGKILL if rank in killed else "no more" in str(error), errors
+        assert first_step <= step_of(client.load(places))
+        last = max(map(number_in, places))
+        assert [each.problem for each in verify(places, progress=lambda *_: None)[1]] == [None] * 2
+    forks.start(RANKS, save_once, places, 7).values()
+    assert forks.start(2, load_own, places).values() == [7, 7]
+    for place in places:
+        wait_until(lambda place=place: len(os.listdir(place)) == 2)
+
+
+def number_in(place: str) -> int:
+    """Of the complete checkpoint that a directory knows of."""
+    manifest = read_manifest(place)
+    return 0 if manifest is None else manifest.checkpoint.number
+
+
+def test_a_full_device_of_one_node_is_found_before_the_first_byte(
+    tmp_path: Path, forks: Worlds
+) -> None:
+    with mounted() as first, faulty_mount(tmp_path) as (second, devices):
+        places = places_of([first, second])
+        forks.start(2, save_once, places, 1).values()
+        first.flush()
+        second.flush()
+        for number in range(2):
+            devices.fill(number, leave_bytes=4 * MEBIBYTE)
+        begun = first.status().devices[0].bytes_written
+        outcomes = forks.start(2, save_once, places, 2).outcomes()
+        error = str(outcomes[1].error)
+        assert re.fullmatch(
+            rf"OSError: \[Errno 28\] reserve \d+ bytes: No space left on device: '{places[1]}'",
+            error,
+        )
+        assert outcomes[0].error == f"RankFailed: rank 1: {error}"
+        assert first.status().devices[0].bytes_written == begun
+        assert [len(os.listdir(place)) for place in places] == [2, 2]
+        assert step_of(client.load(places)) == 1
+        for number in range(2):
+            devices.empty(number)
+
+
+def load_damaged(places: list[str]) -> str:
+    """As a rank that sees one of the directories."""
+    with pytest.raises((OSError, client.RankFailed)) as refused:
+        client.load(places[dist.get_rank()])
+    return f"{type(refused.value).__name__} {refused.value}"
+
+
+def test_damaged_bytes_are_not_loaded(nodes: list[Mount], forks: Worlds) -> None:
+    places = places_of(nodes)
+    forks.start(2, save_once, places, 1).values()
+    share = next(Path(places[1]).glob("*.share"))
+    damaged = blocks_of(nodes[1], share)[20]
+    nodes[1].expect_log(damaged.log_pattern())
+    nodes[1].unmount()
+    flip(damaged.path, damaged.offset + 77)
+    nodes[1].mount()
+    for said in forks.start(2, load_damaged, places).values():
+        assert "Errno 5" in said
+        assert share.name in said
+    with pytest.raises(OSError, match="Input/output error") as refused:
+        client.load(places)
+    assert (refused.value.errno, refused.value.filename) == (errno.EIO, str(share))
+    (found,) = [each for each in verify(places, progress=lambda *_: None)[1] if each.problem]
+    assert (found.share, found.problem) == (1, f"[Errno 5] Input/output error: '{share}'")
+    flip(damaged.path, damaged.offset + 77)
+    nodes[1].remount()
+    assert forks.start(2, load_own, places).values() == [1, 1]

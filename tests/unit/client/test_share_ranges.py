@@ -1,0 +1,192 @@
+"""Where bytes of a file are in shares, by looking at each byte."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpfs.client.shares import gathering
+from fpfs.client.shares.format import (
+    Damaged,
+    Header,
+    Identity,
+    Manifest,
+    ShareFile,
+    decode_header,
+    decode_manifest,
+    encode_header,
+    encode_manifest,
+    header_room,
+    parse_name,
+    share_name,
+)
+from fpfs.client.shares.reading import Index
+
+
+@st.composite
+def divided_files(draw: st.DrawFn) -> tuple[list[Any], int]:
+    """Ranges of several shares, which have all bytes of a file; the file's bytes."""
+    shares: list[list[list[int]]] = [[] for _ in range(draw(st.integers(1, 3)))]
+    ends = [0] * len(shares)
+    at = 0
+
+    def add(offset: int, size: int, count: int, step: int) -> None:
+        share = draw(st.integers(0, len(shares) - 1))
+        gap = draw(st.sampled_from([0, 0, 3]))
+        shares[share].append([offset, size, count, step, ends[share] + gap, 0])
+        ends[share] += gap + size * count
+
+    for _ in range(draw(st.integers(0, 6))):
+        if draw(st.booleans()):
+            size = draw(st.integers(1, 9))
+            add(at, size, 1, 0)
+            at += size
+            continue
+        # A matrix, of which each has some columns.
+        widths = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
+        rows = draw(st.integers(1, 5))
+        begin = at
+        for width in widths:
+            add(begin, width, rows, sum(widths) if rows > 1 else 0)
+            begin += width
+        at += sum(widths) * rows
+    return [np.array(each, dtype=np.int64).reshape(-1, 6) for each in shares], at
+
+
+def bytes_of(shares: list[Any]) -> dict[int, tuple[int, int]]:
+    """Where each byte of the file is: the share and the place there."""
+    places = {}
+    for share, ranges in enumerate(shares):
+        for offset, size, count, step, at, _ in ranges.tolist():
+            for run in range(count):
+                for byte in range(size):
+                    place = offset + run * step + byte
+                    assert place not in places
+                    places[place] = (share, at + run * size + byte)
+    return places
+
+
+@given(divided_files(), st.data())
+def test_any_bytes_are_found(divided: tuple[list[Any], int], data: st.DataObject) -> None:
+    shares, size = divided
+    places = bytes_of(shares)
+    assert sorted(places) == list(range(size))
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    found = []
+    for share, at, start, count in Index(shares, size).find(begin, end - begin).tolist():
+        assert start == len(found)
+        found += [(share, at + byte) for byte in range(count)]
+    assert found == [places[byte] for byte in range(begin, end)]
+
+
+@given(divided_files(), st.data())
+def test_what_no_share_has_is_not_found(
+    divided: tuple[list[Any], int], data: st.DataObject
+) -> None:
+    shares, size = divided
+    share = data.draw(st.integers(0, len(shares) - 1))
+    if len(shares[share]) == 0:
+        return
+    lost = data.draw(st.integers(0, len(shares[share]) - 1))
+    shares[share] = np.delete(shares[share], lost, axis=0)
+    with pytest.raises(Damaged, match="the shares have not all of the file's bytes 0 to"):
+        Index(shares, size).find(0, size)
+
+
+@given(divided_files(), st.integers(1, 12), st.integers(1, 4))
+def test_blocks_have_each_byte_once(
+    divided: tuple[list[Any], int], block_bytes: int, runs_max: int
+) -> None:
+    shares, _ = divided
+    places = bytes_of(shares)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "BLOCK_BYTES", block_bytes)
+        patch.setattr(gathering, "RUNS_MAX", runs_max)
+        for share, ranges in enumerate(shares):
+            for block in gathering.blocks_of(ranges):
+                assert 0 < block.bytes <= block_bytes
+                runs = gathering.runs_of_block(ranges, block)
+                assert [run[2] for run in runs] == sorted(run[2] for run in runs)
+                for begin, count, offset in runs:
+                    for byte in range(count):
+                        assert offset + byte not in found
+                        found[offset + byte] = (share, block.at + begin + byte)
+    assert found == places
+
+
+IDENTITY = Identity(7, "0123456789abcdef")
+
+
+def test_names() -> None:
+    name = share_name(3, 16384, IDENTITY)
+    assert name == "00003-of-16384.7-0123456789abcdef.share"
+    assert parse_name(name) == (3, 16384, IDENTITY)
+    for other in ("manifest.json", f".{name}", f"{name}.tmp", name.replace("7", "-7")):
+        assert parse_name(other) is None
+
+
+def a_share(ranges: Any, size: int) -> tuple[bytes, Manifest]:
+    """A share's begin, and the manifest that names it alone."""
+    header = Header(1, IDENTITY, 0, 1, size, (0, 0), [])
+    room = header_room(ranges, header)
+    content = encode_header(ranges, header, room)
+    stored = int((ranges[:, 4] + ranges[:, 1] * ranges[:, 2]).max(initial=0))
+    crc = zlib.crc32(content)
+    file = ShareFile(share_name(0, 1, IDENTITY), "host", room + stored, room, crc)
+    return content, Manifest(1, IDENTITY, size, 4, 1, (file,))
+
+
+@given(divided_files())
+def test_a_header_is_what_was_written(divided: tuple[list[Any], int]) -> None:
+    (ranges, *_), size = divided
+    content, manifest = a_share(ranges, size)
+    assert len(content) % 4096 == 0
+    found, _ = decode_header(content, manifest, 0, "path")
+    assert np.array_equal(found, ranges)
+    assert decode_manifest(encode_manifest(manifest), "path") == manifest
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0, 5, 1, 0, 0, 0],
+        [1, 2, 2, 3, 0, 0],
+        [0, 2, 2, 1, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0],
+        [0, 1 << 55, 1 << 55, 1 << 55, 0, 0],
+    ],
+    ids=["behind the end", "runs behind the end", "runs in each other", "empty", "no run", "huge"],
+)
+def test_ranges_that_cannot_be(row: list[int]) -> None:
+    content, manifest = a_share(np.array([row], dtype=np.int64), 4)
+    with pytest.raises(Damaged, match="path is another share than the manifest says"):
+        decode_header(content, manifest, 0, "path")
+
+
+ONE = np.array([[0, 4, 1, 0, 0, 0]], dtype=np.int64)
+
+
+@given(st.data())
+def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
+    content, manifest = a_share(ONE, 4)
+    changed = bytearray(content)
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(Damaged):
+        decode_header(bytes(changed), manifest, 0, "path")
+
+
+@given(st.data())
+def test_a_manifest_is_one_or_damaged(data: st.DataObject) -> None:
+    changed = bytearray(encode_manifest(a_share(ONE, 4)[1]))
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(Damaged):
+        assert len(decode_manifest(bytes(changed), "path").shares) == 1

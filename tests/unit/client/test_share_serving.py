@@ -1,0 +1,315 @@
+"""Ranks load a checkpoint whose shares other ranks see."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpfs import client
+from fpfs.client.shares import copying, loading, reading, serving
+from fpfs.client.shares.copying import holders
+from fpfs.client.shares.gathering import verify
+from fpfs.client.shares.loading import load_shares
+from fpfs.client.shares.saving import save_shares
+from tests.support.ranks import Worlds
+from tests.support.states import (
+    PLACEMENTS,
+    directories,
+    fitting,
+    large_state,
+    numbered,
+    own_directory,
+    own_part,
+    same,
+    save_state,
+    sharded,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+
+def save_large(root: str, nodes: int) -> None:
+    """As a rank: save several MiB."""
+    save_shares(large_state(seed=1), own_directory(root, nodes))
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("fpfs")]
+
+
+def load_own(root: str, nodes: int, answer_bytes: int) -> list[Any]:
+    """As a rank: load what nodes have of which each rank sees its own alone."""
+    serving.ANSWER_BYTES = answer_bytes
+    read: dict[str, int] = {}
+    start = reading.OpenShare.start
+
+    def count(share: Any, pieces: Any, owners: object) -> Any:
+        read[share.path] = read.get(share.path, 0) + sum(piece[1] for piece in pieces)
+        return start(share, pieces, owners)
+
+    reading.OpenShare.start = count  # type: ignore[method-assign]
+    place = own_directory(root, nodes)
+    loaded = load_shares(place)
+    assert same(loaded, large_state(seed=1))
+    empty = {name: torch.zeros_like(tensor) for name, tensor in loaded.items()}
+    for name, value in load_shares(place, into=empty).items():
+        assert value is empty[name]
+        assert same(value, loaded[name])
+    # Each rank may want something else.
+    if dist.get_rank() == 0:
+        part = {"layer1": torch.zeros_like(loaded["layer1"])}
+        load_shares(place, into=part)
+        assert same(part["layer1"], loaded["layer1"])
+    else:
+        assert same(load_shares(place, map_location="cpu"), loaded)
+    assert threads() == []
+    return sorted(os.path.dirname(path) for path in read)
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "answer_bytes"), [(2, 2, 1 << 24), (4, 2, 1 << 20), (4, 4, 100_003)]
+)
+def test_each_node_sees_its_own(
+    forks: Worlds, tmp_path: Path, size: int, nodes: int, answer_bytes: int
+) -> None:
+    forks.start(size, save_large, str(tmp_path), nodes).values()
+    found = forks.start(size, load_own, str(tmp_path), nodes, answer_bytes).values()
+    places = directories(tmp_path, nodes)
+    assert found == [[places[rank * nodes // size]] for rank in range(size)]
+
+
+def load_anywhere(root: str, saved_nodes: int) -> None:
+    """As a rank: the first ranks see a node's directory each, others none; others see it twice."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places = directories(Path(root), saved_nodes)
+    own = places[rank::size] or [os.path.join(root, "new", "step7")]
+    assert same(load_shares(own), numbered(1))
+    assert same(load_shares(places if rank == 0 else own), numbered(1))
+    assert same(load_shares(places), numbered(1))
+    assert same(client.load(places, group=client.ALONE), numbered(1))
+
+
+@pytest.mark.parametrize(("saved", "size"), [(4, 1), (4, 2), (2, 4), (1, 3), (3, 2)])
+def test_in_a_world_that_has_changed(forks: Worlds, tmp_path: Path, saved: int, size: int) -> None:
+    forks.start(saved, save_state, str(tmp_path), saved, 1).values()
+    forks.start(size, load_anywhere, str(tmp_path), saved).values()
+
+
+def save_and_load_sharded(root: str, save: bool) -> None:
+    """As a rank: save a checkpoint for each placement, or load it into such tensors."""
+    for name in fitting(dist.get_world_size()):
+        state = sharded(PLACEMENTS[name])
+        if save:
+            save_shares(state, own_directory(os.path.join(root, name), 2))
+            continue
+        empty = {
+            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+            for key, value in state.items()
+        }
+        nodes = dist.get_world_size()
+        place = own_directory(os.path.join(root, name), nodes)
+        loaded = load_shares(place, into=empty)
+        assert loaded.pop("step") == 7
+        for key, value in loaded.items():
+            assert value is empty[key]
+            assert same(own_part(value), own_part(state[key]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_tensors(forks: Worlds, tmp_path: Path, size: int) -> None:
+    """Saved by four ranks of two nodes, loaded by as many of four or two."""
+    forks.start(4, save_and_load_sharded, str(tmp_path), True).values()
+    forks.start(size, save_and_load_sharded, str(tmp_path), False).values()
+
+
+def load_badly(root: str, what: str, rank: int) -> None:
+    """As a rank: load, which goes wrong on one rank."""
+    if dist.get_rank() == rank:
+        if what == "killed":
+            reading.OpenShare.start = die  # type: ignore[assignment,method-assign]
+        if what == "unreadable":
+            reading.OpenShare.start = fail  # type: ignore[assignment,method-assign]
+        if what == "another state":
+            load_shares(own_directory(root, 2), into={"other": torch.zeros(1)}, timeout_s=60)
+    load_shares(own_directory(root, 2), timeout_s=60)
+
+
+def die(*_: object, **__: object) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(*_: object, **__: object) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["killed", "unreadable", "another state"])
+def test_a_rank_that_fails(forks: Worlds, tmp_path: Path, what: str, rank: int) -> None:
+    forks.start(2, save_large, str(tmp_path), 2).values()
+    began = time.monotonic()
+    outcomes = forks.start(2, load_badly, str(tmp_path), what, rank).outcomes()
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert time.monotonic() - began < 50, "it is not waited for"
+    if what == "killed":
+        assert errors[rank] == str(-signal.SIGKILL)
+        assert errors[1 - rank].startswith(f"RankFailed: rank {rank}: its process is no more")
+    elif what == "unreadable":
+        # Who asked for it fails first, or the rank that reads it for itself.
+        assert all("Errno 5" in error for error in errors), errors
+    else:
+        assert errors[rank] == "ValueError: the file has no other"
+        assert errors[1 - rank] == f"RankFailed: rank {rank}: ValueError: the file has no other"
+
+
+def load_nothing(root: str) -> str:
+    load_shares(os.path.join(root, f"none{dist.get_rank()}"))
+    return ""
+
+
+def test_there_is_no_checkpoint(forks: Worlds, tmp_path: Path) -> None:
+    first, *others = forks.start(3, load_nothing, str(tmp_path)).outcomes()
+    wrong = f"there is no complete checkpoint in {tmp_path}/none0: a save writes manifest.json"
+    assert str(first.error).startswith(f"Missing: {wrong}")
+    for other in others:
+        assert str(other.error).startswith(f"RankFailed: rank 0: Missing: {wrong}")
+
+
+def load_of(places: list[str]) -> str:
+    load_shares(places[dist.get_rank()])
+    return ""
+
+
+def test_a_node_that_is_lost_is_named(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(3, save_state, str(tmp_path), 3, 1).values()
+    places = directories(tmp_path, 3)
+    lost = next(Path(places[1]).glob("*.share"))
+    lost.unlink()
+    first, other = forks.start(2, load_of, [places[0], places[2]]).outcomes()
+    assert str(first.error).startswith(
+        f"Missing: share 1 of node '{os.uname().nodename}' ({lost.name}"
+    )
+    assert str(other.error).startswith("RankFailed: rank 0: Missing: share 1 of node")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "expected"),
+    [
+        (2, 2, [[0, 1], [1, 0]]),
+        (3, 2, [[0, 1], [1, 2], [2, 0]]),
+        (4, 2, [[0, 1], [1, 0], [2, 3], [3, 2]]),
+        (5, 2, [[0, 1], [1, 0], [2, 3], [3, 4], [4, 2]]),
+        (3, 3, [[0, 1, 2], [1, 2, 0], [2, 0, 1]]),
+        (3, 1, [[0], [1], [2]]),
+    ],
+)
+def test_where_copies_are(nodes: int, copies: int, expected: list[list[int]]) -> None:
+    assert [holders(share, nodes, copies) for share in range(nodes)] == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "copies"),
+    [(2, 2, 2), (4, 2, 2), pytest.param(3, 3, 3, marks=pytest.mark.long), (4, 4, 2)],
+)
+def test_a_node_may_be_lost(
+    forks: Worlds, tmp_path: Path, size: int, nodes: int, copies: int
+) -> None:
+    for step in (1, 2):
+        forks.start(size, save_state, str(tmp_path), nodes, step, copies).values()
+    places = directories(tmp_path, nodes)
+    for node, place in enumerate(places):
+        kept = [share for share in range(nodes) if node in holders(share, nodes, copies)]
+        names = sorted(os.listdir(place))
+        assert names.pop() == "manifest.json"
+        assert [name.partition("-of-")[0] for name in names] == [f"{share:05d}" for share in kept]
+    manifest, found = verify(places, progress=lambda *_: None)
+    assert manifest.copies == copies
+    assert [(each.share, each.problem) for each in found] == [
+        (share, None) for share in range(nodes) for _ in range(copies)
+    ]
+    for lost in range(nodes):
+        left = [place for node, place in enumerate(places) if node != lost]
+        assert same(client.load(left, group=client.ALONE), numbered(2))
+    # Another node takes its place, and has nothing.
+    places[1] = str(tmp_path / "new")
+    forks.start(nodes, load_numbered, places, 2).values()
+    assert threads() == []
+
+
+def load_numbered(places: list[str], step: int) -> None:
+    """As a rank that sees one of the directories."""
+    assert same(load_shares(places[dist.get_rank()]), numbered(step))
+
+
+def save_copies_badly(root: str, what: str) -> None:
+    """As a rank: save copies, of which the last node's fails, or is killed."""
+    if dist.get_rank() == 2:
+        copying.write_pieces = die if what == "killed" else fail
+    save_state(root, 3, 2, copies=2)
+
+
+@pytest.mark.parametrize("what", ["killed", "fails"])
+def test_a_copy_that_fails(forks: Worlds, tmp_path: Path, what: str) -> None:
+    forks.start(3, save_state, str(tmp_path), 3, 1).values()
+    outcomes = forks.start(3, save_copies_badly, str(tmp_path), what).outcomes()
+    cause = "its process is no more" if what == "killed" else "OSError: [Errno 5]"
+    for outcome in outcomes[:2]:
+        assert str(outcome.error).startswith(f"RankFailed: rank 2: {cause}")
+    places = directories(tmp_path, 3)
+    assert [len(os.listdir(place)) for place in places[:2]] == [2, 2]
+    assert same(client.load(places), numbered(1))
+    forks.start(3, save_state, str(tmp_path), 3, 3, 2).values()
+    assert [len(os.listdir(place)) for place in places] == [3, 3, 3]
+    assert same(client.load(places[:2]), numbered(3))
+
+
+def test_more_copies_than_nodes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 copies are to be kept, and there is 1 node: "):
+        save_shares({}, tmp_path / "new", copies=2)
+    for wrong in (0, -1, 1.5, "2", True):
+        with pytest.raises(ValueError, match="copies is .*: give how many nodes keep each share"):
+            save_shares({}, tmp_path / "new", copies=wrong)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []
+
+
+def replace_meanwhile(places: list[str]) -> None:
+    """As a rank: load, while another group replaces the checkpoint between two of the steps."""
+    rank = dist.get_rank()
+    paths_of = loading.paths_of
+
+    def replace(*arguments: Any) -> Any:
+        loading.paths_of = paths_of
+        dist.barrier()
+        if rank == 0:
+            save_shares(numbered(2), places[0], group=client.ALONE)
+        dist.barrier()
+        return paths_of(*arguments)
+
+    loading.paths_of = replace
+    assert same(load_shares(places[rank]), numbered(2))
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    forks.start(2, replace_meanwhile, directories(tmp_path, 2)).values()
+
+
+def test_a_link_that_leads_nowhere_is_no_share(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    places = directories(tmp_path, 2)
+    share = next(Path(places[1]).glob("*.share"))
+    share.rename(tmp_path / "elsewhere")
+    share.symlink_to(tmp_path / "gone")
+    first, other = forks.start(2, load_of, places).outcomes()
+    assert str(first.error).startswith("Missing: share 1 of node")
+    assert str(other.error).startswith("RankFailed: rank 0: Missing: share 1 of node")
