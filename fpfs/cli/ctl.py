@@ -18,6 +18,7 @@ from fpfs.cli.commands import versions as former
 from fpfs.cli.commands.listing import ls
 from fpfs.cli.commands.plan import plan
 from fpfs.cli.commands.recovery import describe_recovery
+from fpfs.cli.commands.shares import gather, verify
 from fpfs.cli.commands.stat import stat
 from fpfs.cli.commands.status import STATUS_TIMEOUT_S, status
 from fpfs.cli.commands.tune import tune
@@ -69,6 +70,8 @@ app.command(tracing.trace)
 app.command(stat)
 app.command(ls)
 app.command(plan)
+app.command(gather)
+app.command(verify)
 app.command(live.top)
 app.command(status)
 

@@ -48,6 +48,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "fpfs-ctl plan /ckpt/run7/last.pt --ranks 4",
         "fpfs-ctl plan --simulate 140G --ranks 64 --per-node 8 --writers node",
     ),
+    "fpfs-ctl gather": ("fpfs-ctl gather /node0/step100 /node1/step100 -o /elsewhere/step100.pt",),
+    "fpfs-ctl verify": (
+        "fpfs-ctl verify /node0/step100 /node1/step100",
+        "fpfs-ctl verify --json /shared/step100",
+    ),
     "fpfs-ctl policy": ("fpfs-ctl policy set /ckpt/run7 versions=2 commit=group",),
     "fpfs-ctl policy get": ("fpfs-ctl policy get /ckpt/run7",),
     "fpfs-ctl policy set": (

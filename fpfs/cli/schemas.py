@@ -20,6 +20,7 @@ from fpfs.cli.commands.listing import Listing
 from fpfs.cli.commands.plan import PlanReport
 from fpfs.cli.commands.policy import PoliciesApplied
 from fpfs.cli.commands.scrub import ScrubReport
+from fpfs.cli.commands.shares import Gathered, SharesReport
 from fpfs.cli.commands.stat import FilesReport
 from fpfs.cli.commands.status import StatusReport
 from fpfs.cli.commands.tune import TuneReport
@@ -46,6 +47,7 @@ PRINTED: Mapping[str, Any] = {
     "device tag": DeviceTags,
     "flush": Flushed,
     "fsck": CheckReport,
+    "gather": Gathered,
     "ls": Listing,
     "plan": PlanReport,
     "policy apply": PoliciesApplied,
@@ -62,6 +64,7 @@ PRINTED: Mapping[str, Any] = {
     "stat": FilesReport,
     "status": StatusReport,
     "tune": TuneReport,
+    "verify": SharesReport,
     "versions": VersionsShown,
     "wait": Flushed,
 }

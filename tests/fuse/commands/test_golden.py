@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from fpfs.cli import schemas
+from fpfs.client import save_shares
 from fpfs.testing.mounted import Mount, mounted, run_fpfs
 from tests.support import golden
 from tests.support.processes import REPOSITORY
@@ -52,6 +53,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "stat": ("stat", "run/a.pt", "run/small"),
     "ls": ("ls", "run"),
     "plan": ("plan", "--simulate", "64M", "--ranks", "4", "--per-node", "2", "--devices", "2"),
+    "gather": ("gather", "shares", "-o", "groups/gathered.pt"),
+    "verify": ("verify", "shares"),
     "versions": ("versions", "run/small"),
     "restore": ("restore", "run/small@1"),
     "commit": ("commit", "groups/step1"),
@@ -67,7 +70,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """By command: words, of which those that are paths are below the mountpoint."""
 
-PATHS = re.compile(r"^(\.|(run|groups|tuned|policies)\b.*)$")
+PATHS = re.compile(r"^(\.|(run|groups|shares|tuned|policies)\b.*)$")
 
 
 UNTABLED = {"tune", "restart", "policy apply", "restore"}
@@ -88,6 +91,7 @@ def prepared() -> Iterator[Mount]:
         for content in (b"old", b"new and longer"):
             (made.root / "run" / "small").write_bytes(content)
             ctl(made, "wait", "run/small")
+        save_shares({"step": 1}, made.root / "shares")
         yield made
 
 
@@ -139,6 +143,8 @@ def settled(value: Any, key: str = "") -> Any:
     """A document without what differs from run to run."""
     if key in FIXED:
         return f"<{key}>"
+    if key == "node" and isinstance(value, str):
+        return f"<{key}>"
     if key == "channel":
         return dict.fromkeys(sorted(value), f"<{key}>")
     if isinstance(value, dict):
@@ -150,6 +156,7 @@ def settled(value: Any, key: str = "") -> Any:
 
 def without_paths(mount: Mount, text: str) -> str:
     """Text without paths of this run."""
+    text = re.sub(r"\b[0-9a-f]{16}\b", "ID", text)
     return text.replace(str(mount.root), "/ckpt").replace(str(mount.root.parent), "/tmp")
 
 
@@ -161,7 +168,6 @@ def plain(mount: Mount, text: str) -> str:
     text = text.replace(" (not pinned)", "")
     text = re.sub(r"[━─]{2,}", "──", text)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d", "TIME", text)
-    text = re.sub(r"\b[0-9a-f]{16}\b", "ID", text)
     text = re.sub(r"(server|keeper|by|version|inode) \d+", r"\1 N", text)
     text = re.sub(r"\d+(\.\d+)? (B|[KMGTP]iB|[kMG]B/s)\b", "SIZE", text)
     text = re.sub(r"\.\.\.\w?/device", ".../device", text)  # cut to the columns that there are
@@ -189,6 +195,8 @@ def test_tables_are_as_they_are_kept(tables: dict[str, str], command: str) -> No
     if command == "ls":
         text = re.sub(r"\b(\d+)( +)(?=\S+$)", "N ", text, flags=re.MULTILINE)
         text = re.sub(r"^(\S+ 1) \S+ \S+ ", r"\1 WHO WHOSE ", text, flags=re.MULTILINE)
+    if command == "verify":
+        text = text.replace(f" {os.uname().nodename} ", " HOST ")
     golden.check(f"tables/{command.replace(' ', '-')}.txt", text)
 
 

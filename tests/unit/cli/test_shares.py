@@ -1,0 +1,79 @@
+"""``fpfs-ctl gather`` and ``verify``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fpfs.cli import ctl
+from tests.support.ranks import Worlds
+from tests.support.states import directories, numbered, same, save_state
+
+
+@pytest.fixture
+def saved(forks: Worlds, tmp_path: Path) -> list[str]:
+    """The directories of two nodes with a checkpoint."""
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    return directories(tmp_path, 2)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
+    assert ctl.main([*words, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_gather(capsys: pytest.CaptureFixture[str], saved: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "gathered.pt"
+    found = printed(capsys, "gather", *saved, "-o", str(path))
+    assert found == {"file": str(path), "bytes": path.stat().st_size}
+    assert same(torch.load(path), numbered(1))
+    assert ctl.main(["gather", *saved, "--output", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: 1.15 MiB\n"
+
+
+def test_verify(capsys: pytest.CaptureFixture[str], saved: list[str]) -> None:
+    found = printed(capsys, "verify", *saved)
+    assert (found["whole"], found["ranks"], len(found["shares"])) == (True, 2, 2)
+    for number, (place, share) in enumerate(zip(saved, found["shares"], strict=True)):
+        path = Path(share["path"])
+        assert (share["share"], share["problem"]) == (number, None)
+        assert (str(path.parent), path.stat().st_size) == (place, share["bytes"])
+    Path(found["shares"][1]["path"]).unlink()
+    lost = printed(capsys, "verify", *saved, status=1)
+    assert not lost["whole"]
+    assert lost["shares"][1]["problem"] == "is in no directory"
+    assert ctl.main(["verify", *saved]) == 1
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1].endswith("is well")
+    assert lines[2].endswith("is in no directory")
+    assert lines[3] == f"checkpoint {lost['checkpoint']}: 1.15 MiB, NOT WHOLE"
+
+
+@pytest.mark.parametrize(
+    "command", [["gather", "-o", "out.pt"], ["verify"]], ids=["gather", "verify"]
+)
+def test_what_cannot_be(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = command[0]
+    for words, wrong in (
+        ([""], "the directory is an empty string"),
+        ([str(tmp_path)], f"there is no complete checkpoint in {tmp_path}"),
+        ([str(tmp_path / "none")], f"there is no complete checkpoint in {tmp_path / 'none'}"),
+    ):
+        assert ctl.main([*command, *words]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"fpfs-ctl: {name}: {wrong}")
+        assert said.count("\n") == 1
+    (tmp_path / "manifest.json").write_text("{}")
+    assert ctl.main([*command, "."]) == 1
+    assert "manifest.json is no manifest of a checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists()
