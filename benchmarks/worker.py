@@ -214,6 +214,18 @@ class Commands:
 
         save_safetensors(self._state, path, durable=True)
 
+    def save_shares(self, *, path: str, copies: int) -> None:
+        """Save this node's share, to a directory, durably."""
+        import fpfs
+
+        fpfs.save_shares(self._state, path, copies=copies)
+
+    def load_shares(self, *, path: str) -> None:
+        """Load a checkpoint, of which this rank may see a part, into the tensors that there are."""
+        import fpfs
+
+        fpfs.load_shares(path, into=self._state)
+
     def copy(self) -> None:
         """Copy the state to memory that is there, but for the first time."""
         if not self._copy:

@@ -23,7 +23,7 @@ RANKS = (2, 4)
 
 
 @contextlib.contextmanager
-def _group(bench: Bench, size: int, *, tensors: int, layout: str) -> Iterator[Sequence[Worker]]:
+def ranks_of(bench: Bench, size: int, *, tensors: int, layout: str) -> Iterator[Sequence[Worker]]:
     """Ranks of one group, with a state of `tensors` x 64 MiB that they have as `layout` says."""
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(bench.worker(tensors=tensors)) for _ in range(size)]
@@ -53,7 +53,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
             ("2 ranks, rows", 2, "rows"),
             ("2 ranks, columns", 2, "columns"),
         ):
-            workers = stack.enter_context(_group(bench, size, tensors=tensors, layout=layout))
+            workers = stack.enter_context(ranks_of(bench, size, tensors=tensors, layout=layout))
             entries.append(
                 rotating(
                     name,
@@ -98,7 +98,7 @@ def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
             ("2 ranks, each all, in place", "replicas", "load_into", {}),
             ("2 ranks, each its rows", "rows", "load_into", {}),
         ):
-            workers = stack.enter_context(_group(bench, 2, tensors=tensors, layout=layout))
+            workers = stack.enter_context(ranks_of(bench, 2, tensors=tensors, layout=layout))
             path = mount.path / f"{layout}.pt"
             alike(workers, "save_client", path=str(path))
             entries.append(
@@ -133,7 +133,7 @@ def _lab(bench: Bench) -> Iterator[Sequence[Entry]]:
             width: stack.enter_context(bench.fpfs(filesystems=disks[:width])) for width in WIDTHS
         }
         for size in RANKS:
-            workers = stack.enter_context(_group(bench, size, tensors=tensors, layout="rows"))
+            workers = stack.enter_context(ranks_of(bench, size, tensors=tensors, layout="rows"))
             entries += [
                 _fresh(_lab_name(size, width), workers, mount, total_bytes=total_bytes)
                 for width, mount in mounts.items()
