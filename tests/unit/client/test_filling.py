@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpfs import client
-from fpfs.client import filling, loading
+from fpfs.client import filling, loading, parallel_file
 from tests.support.states import DTYPES, large_state, random_tensor, same
 
 # torch's own, of types that it is not done with.
@@ -109,13 +109,13 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path, read = tmp_path / "state.pt", []
     state = large_state(seed=3)
     torch.save({"model": state, "step": 3}, path)
-    native = loading.read_pieces
+    native = parallel_file.read_pieces
 
     def count(pieces: Any, **options: Any) -> Any:
         read.append(sum(piece[1] for piece in pieces))
         return native(pieces, **options)
 
-    monkeypatch.setattr(loading, "read_pieces", count)
+    monkeypatch.setattr(parallel_file, "read_pieces", count)
     name = next(iter(state))
     loaded = client.load(path, into={"model": {name: torch.zeros_like(state[name])}})
     assert same(loaded, {"model": {name: state[name]}})
@@ -126,13 +126,13 @@ def test_ranks_begin_at_different_places(tmp_path: Path, monkeypatch: pytest.Mon
     path, offsets = tmp_path / "state.pt", []
     state = {str(number): torch.full((500_000,), number) for number in range(5)}
     torch.save(state, path)
-    native = loading.read_pieces
+    native = parallel_file.read_pieces
 
     def note(pieces: Any, **options: Any) -> Any:
         offsets.extend(offset for _, _, offset in pieces)
         return native(pieces, **options)
 
-    monkeypatch.setattr(loading, "read_pieces", note)
+    monkeypatch.setattr(parallel_file, "read_pieces", note)
     for rank in range(4):
         monkeypatch.setattr(loading, "place_in", lambda _, rank=rank: (rank, 4))
         offsets.clear()
@@ -162,13 +162,13 @@ def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     saved = torch.arange(60_000).reshape(20, 50, 60)
     order = {"rows": (0, 1, 2), "transposed": (2, 1, 0), "permuted": (1, 2, 0)}[how]
     torch.save([saved.permute(order)], path)
-    native = loading.read_pieces
+    native = parallel_file.read_pieces
 
     def note(pieces: Any, **options: Any) -> Any:
         read.extend(count for _, count, _ in pieces)
         return native(pieces, **options)
 
-    monkeypatch.setattr(loading, "read_pieces", note)
+    monkeypatch.setattr(parallel_file, "read_pieces", note)
     monkeypatch.setattr(filling, "BUFFER_BYTES", 3000)
     target = torch.zeros(saved.permute(order).shape, dtype=torch.float64)
     client.load(path, into=[target])
