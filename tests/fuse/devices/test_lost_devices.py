@@ -371,14 +371,7 @@ def test_a_server_that_takes_over_although_a_device_has_no_room_for_a_file(tmp_p
         mount.allow_log(f"{CATALOG}|{NOT_KEPT}|{UNCOLLECTED}|given back|its reserve is in use")
         write(mount.root / "old", OLD)
         mount.flush()  # what was allocated ahead of the file is given back a moment after its close
-        devices.fill(1, leave_bytes=0)
-        made = 0
-        with contextlib.suppress(OSError):
-            while True:  # XFS makes many at a time
-                (devices.mountpoints[1] / f"{made}").touch()
-                made += 1
-        with pytest.raises(OSError, match="No space left"):
-            (devices.mountpoints[1] / "one more").touch()
+        devices.leave_no_room_for_a_file(1)
         mount.kill(mount.server_pid)
         assert_same((mount.root / "old").read_bytes(), OLD)
         write(mount.root / "new", NEW)

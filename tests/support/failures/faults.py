@@ -104,6 +104,29 @@ class FaultyDevices:
                     assert error.errno in (errno.ENOSPC, errno.EINVAL)
                     step_bytes //= 2
 
+    def leave_no_room_for_a_file(self, number: int) -> None:
+        """Take the space of a device, and what it needs to make an empty file.
+
+        XFS makes room for many files at a time, and gives back what it freed when its log is
+        written: this returns when no file could be made right after that.
+        """
+        directory = self.mountpoints[number]
+        directory_fd = os.open(directory, os.O_RDONLY)
+        made, before = 0, -1
+        try:
+            while made > before:
+                before = made
+                os.fsync(directory_fd)
+                self.fill(number, leave_bytes=0)
+                try:
+                    while True:
+                        (directory / f"{made}").touch()
+                        made += 1
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+        finally:
+            os.close(directory_fd)
+
     def empty(self, number: int) -> None:
         """Give the space back that `fill` took."""
         (self.mountpoints[number] / BALLAST).unlink()
