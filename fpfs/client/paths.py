@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 from fpfs.core.mounts import mount_containing
@@ -94,6 +95,22 @@ def flush(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def name_file(error: BaseException | None, path: str) -> None:
+    """Have an OSError name the file that it is of: what fails for a descriptor does not know it."""
+    if isinstance(error, OSError) and error.filename is None and path:
+        error.filename = path
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let an OSError name the file, as `name_file` does."""
+    try:
+        yield
+    except OSError as error:
+        name_file(error, path)
+        raise
 
 
 def default_threads() -> int:

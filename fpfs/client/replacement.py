@@ -159,7 +159,11 @@ class Replacement:
         for _ in range(TRIES):
             self._temporary = os.fsdecode(make_temporary(os.fsencode(self._name)))
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(self._temporary, flags, mode, dir_fd=self._directory_fd)
+            try:
+                self._fd = os.open(self._temporary, flags, mode, dir_fd=self._directory_fd)
+            except OSError as error:
+                error.filename = self.path
+                raise
             if self._lock():
                 return
             self._close("_lock_fd")

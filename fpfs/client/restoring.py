@@ -9,6 +9,7 @@ import torch
 
 from fpfs.client.filling import fill
 from fpfs.client.parallel_file import LargeReads
+from fpfs.client.paths import name_file
 
 MapLocation: TypeAlias = (
     Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
@@ -41,8 +42,7 @@ def restore(
     except BaseException as error:
         # torch loses what a read raises, and says something of its own.
         failure = error if file.failure is None else file.failure
-        if isinstance(failure, OSError) and failure.filename is None:
-            failure.filename = name
+        name_file(failure, name)
         if failure is not error:
             raise failure from error
         raise

@@ -25,7 +25,7 @@ import msgspec
 from fpfs.client.agreement import Agreed, LayOut, agree
 from fpfs.client.container import lay_out
 from fpfs.client.gathering import Offered, Source
-from fpfs.client.paths import default_threads, resolve
+from fpfs.client.paths import default_threads, name_file, resolve
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
@@ -194,6 +194,7 @@ class Save:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        name_file(error, self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(self._peers.__exit__, kind, error, trace)
             if error is not None:
@@ -206,9 +207,6 @@ class Save:
                 for file in self._files:
                     with contextlib.suppress(OSError):
                         remove_left(file.path)
-            if isinstance(error, OSError) and error.filename is None and self.path:
-                # What fails for a descriptor does not know the name.
-                error.filename = self.path
 
     def agree(
         self,
@@ -314,8 +312,7 @@ class Save:
             own_fd = -1 if file.replacement is None else file.replacement.fd
             done = write_share(share, task, file.container, self._peers, own_fd, threads)
         except OSError as error:
-            if error.filename is None:
-                error.filename = file.path
+            name_file(error, file.path)
             raise
 
         def finish(parts: list[Done]) -> list[Finished]:

@@ -9,7 +9,7 @@ goes, whatever interrupts its caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fpfs import _native
@@ -53,6 +53,27 @@ def run_to_end(transfer: Transfer, *, check: Callable[[], object] = lambda: None
         transfer.close()
 
 
+def write_memory(
+    pieces: Sequence[tuple[int, int, int]],
+    owners: object,
+    *,
+    fd: int,
+    request_bytes: int,
+    threads: int,
+) -> None:
+    """Write pieces of this process's memory to a file; returns when all are written."""
+    writer = write_pieces(
+        pieces,
+        [],
+        strips=[],
+        owners=owners,
+        fd=fd,
+        request_bytes=request_bytes,
+        threads=threads,
+    )
+    run_to_end(writer)
+
+
 __all__ = [
     "PieceReader",
     "PieceWriter",
@@ -63,5 +84,6 @@ __all__ = [
     "read_process",
     "reserve_file",
     "run_to_end",
+    "write_memory",
     "write_pieces",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
@@ -79,7 +80,7 @@ def gather(
 
         return gather(names, output, progress=progress)
 
-    count = _run("gather", make)
+    count = _run("gather", make, output=os.path.realpath(output))
     if json:
         print_json(Gathered(file=output, bytes=count))
     else:
@@ -159,8 +160,9 @@ def _named(directory: str, directories: tuple[str, ...], *, asked: str) -> list[
     return names
 
 
-def _run(asked: str, action: Callable[[Progress], T]) -> T:
+def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = None) -> T:
     """Show a bar while something is done, and what is wrong as a line."""
+    remedy = "name directories that have all shares"
     try:
         from fpfs.client.shares.format import Damaged
     except ModuleNotFoundError as error:
@@ -178,9 +180,9 @@ def _run(asked: str, action: Callable[[Progress], T]) -> T:
         wrong = error.strerror or str(error)
         if error.filename is not None and error.strerror:
             wrong = f"{error.filename}: {wrong}"
-        raise Refused(
-            asked=asked, wrong=wrong, remedy="name directories that have all shares"
-        ) from None
+            if output is not None and error.filename in (output, os.path.dirname(output)):
+                remedy = "have the output in a directory that is there, is yours, and has room"
+        raise Refused(asked=asked, wrong=wrong, remedy=remedy) from None
 
 
 __all__ = ["Gathered", "SharesReport", "gather", "verify"]

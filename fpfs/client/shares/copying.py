@@ -19,7 +19,7 @@ from fpfs.client.shares.format import Identity, Manifest, share_name
 from fpfs.client.shares.reading import OpenShare
 from fpfs.client.shares.serving import Serving
 from fpfs.client.writing import REQUEST_BYTES
-from fpfs.core.transfers import Transfer, run_to_end, write_pieces
+from fpfs.core.transfers import Transfer, run_to_end, write_memory
 
 BLOCK_BYTES = 32 * 1024 * 1024
 
@@ -113,16 +113,7 @@ def _copy(
                 closing.callback(reading.close)
             memory = memories[number % 2]
             piece = (ctypes.addressof(memory), min(BLOCK_BYTES, size - offset), offset)
-            writer = write_pieces(
-                [piece],
-                [],
-                strips=[],
-                owners=memory,
-                fd=fd,
-                request_bytes=REQUEST_BYTES,
-                threads=threads,
-            )
-            run_to_end(writer)
+            write_memory([piece], memory, fd=fd, request_bytes=REQUEST_BYTES, threads=threads)
 
 
 __all__ = ["Copies", "holders"]

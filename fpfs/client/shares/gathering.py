@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fpfs.client.boxes import Ints
-from fpfs.client.paths import default_threads, resolve
+from fpfs.client.paths import default_threads, naming, resolve
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares.format import Damaged, Manifest
 from fpfs.client.shares.reading import OpenShare, Shares, newest_manifest, opened_shares
-from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
+from fpfs.core.transfers import combine_crc32, write_memory
 
 BLOCK_BYTES = 16 * 1024 * 1024
 RUNS_MAX = 100_000
@@ -49,28 +49,26 @@ class Checked(NamedTuple):
 def gather(directories: Sequence[str], path: str, *, progress: Progress) -> int:
     """Make the torch.save file of a checkpoint at `path`; returns how many bytes it has.
 
-    It takes the name when it is whole and durable. Raises OSError as `Shares` and `Replacement` do,
-    and `Damaged`.
+    It takes the name when it is whole and durable. Raises OSError, which names `path` or its
+    directory if it is theirs, and `Damaged`.
     """
+    name = resolve(path)
     with opened_shares([resolve(each) for each in directories]) as (manifest, shares):
         total = manifest.bytes
-        with Replacement(resolve(path)) as replacement:
+        with naming(name), Replacement(name) as replacement:
             replacement.reserve(total)
             fd = replacement.fd
 
             def store(block: memoryview, runs: list[tuple[int, int, int]]) -> None:
                 memory = (ctypes.c_char * len(block)).from_buffer(block)
                 address = ctypes.addressof(memory)
-                writer = write_pieces(
+                write_memory(
                     [(address + begin, count, offset) for begin, count, offset in runs],
-                    [],
-                    strips=[],
-                    owners=memory,
+                    memory,
                     fd=fd,
                     request_bytes=REQUEST_BYTES,
                     threads=1,
                 )
-                run_to_end(writer)
 
             Shares(manifest, shares).check_whole()
             done = _Progress(progress, total)

@@ -18,7 +18,7 @@ import msgspec
 
 from fpfs.client.boxes import Ints
 from fpfs.client.parallel_file import Piece
-from fpfs.client.paths import resolve_all
+from fpfs.client.paths import naming, resolve_all
 from fpfs.client.peers import Alone, Peers, Ranks, peers_of
 from fpfs.client.restoring import MapLocation, restore
 from fpfs.client.shares.format import (
@@ -38,7 +38,6 @@ from fpfs.client.shares.reading import (
     Shares,
     SharesFile,
     check_found,
-    naming,
     newest_of,
     none_in,
     opened_shares,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fpfs.client.boxes import Ints
 from fpfs.client.parallel_file import LargeReads, Piece, start_reading
+from fpfs.client.paths import naming
 from fpfs.client.shares.format import (
     MANIFEST,
     Damaged,
@@ -124,17 +125,6 @@ class AnyShare(Protocol):
 
     def start(self, pieces: list[Piece], owners: object) -> Transfer:
         """Begin to fill memory, which `owners` keeps, with pieces of the file."""
-
-
-@contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Let an OSError of a descriptor have the file's name."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
 
 
 class OpenShare:
@@ -367,7 +357,6 @@ __all__ = [
     "SharesFile",
     "check_found",
     "has_shares",
-    "naming",
     "newest_manifest",
     "newest_of",
     "none_in",

@@ -15,7 +15,6 @@ the newest.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
@@ -31,7 +30,7 @@ import numpy as np
 from fpfs.client.agreement import Agreed, agree
 from fpfs.client.boxes import Ints
 from fpfs.client.container import Container, Text, lay_out
-from fpfs.client.paths import default_threads, flush, parents_of_missing, resolve
+from fpfs.client.paths import default_threads, flush, name_file, parents_of_missing, resolve
 from fpfs.client.peers import Alone, Peers, Process, Ranks, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
@@ -55,9 +54,9 @@ from fpfs.client.shares.format import (
 from fpfs.client.shares.reading import OpenShare, read_manifest
 from fpfs.client.shares.serving import Serving
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.client.writing import REQUEST_BYTES, Written, crc32_parts, rest_of, write
+from fpfs.client.writing import Written, crc32_parts, rest_of, write
 from fpfs.core.temporary_names import target_of
-from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
+from fpfs.core.transfers import combine_crc32
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -258,8 +257,7 @@ class SharesSave:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, OSError) and error.filename is None and self.directory:
-            error.filename = self.directory
+        name_file(error, self.directory)
         with contextlib.ExitStack() as stack:
             stack.callback(self._peers.__exit__, kind, error, trace)
             if error is not None:
@@ -452,19 +450,7 @@ class SharesSave:
             range(len(container.parts) // 2 + 1), [part.of_records for part in parts], container
         )
         text = container.text
-        memory = (ctypes.c_char * len(text)).from_buffer(text)
-        own = (ctypes.addressof(memory), len(text), self._begin + self._node.container[0])
-        run_to_end(
-            write_pieces(
-                [own],
-                [],
-                strips=[],
-                owners=memory,
-                fd=self._share.fd,
-                request_bytes=REQUEST_BYTES,
-                threads=1,
-            )
-        )
+        _write_all(self._share.fd, text, at=self._begin + self._node.container[0])
         first = parts[0].written
         parts[0].written = first._replace(
             bytes=first.bytes + len(text), copied_bytes=first.copied_bytes + len(text)
@@ -486,7 +472,7 @@ class SharesSave:
                 crcs.append(zlib.crc32(text[start : start + text_range[1]]))
         ranges[:, 5] = crcs
         header = encode_header(ranges, self._header, begin)
-        _write_all(self._share.fd, header)
+        _write_all(self._share.fd, header, at=0)
         size = os.fstat(self._share.fd).st_size
         self._share.complete(durable=True)
         self._share.take_name()
@@ -531,7 +517,7 @@ class SharesSave:
                 self._stays = True
                 return
             with Replacement(path) as replacement:
-                _write_all(replacement.fd, content)
+                _write_all(replacement.fd, content, at=0)
                 replacement.complete(durable=True)
                 # From here on it may be there.
                 self._stays = True
@@ -563,9 +549,8 @@ def _last_number(directory: str) -> int:
     return max([0 if former is None else former.checkpoint.number, *numbers])
 
 
-def _write_all(fd: int, content: bytes) -> None:
-    """Write the begin of a file."""
-    rest, at = memoryview(content), 0
+def _write_all(fd: int, content: bytes | bytearray, *, at: int) -> None:
+    rest = memoryview(content)
     while rest:
         count = os.pwrite(fd, rest, at)
         rest, at = rest[count:], at + count

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fpfs.cli import ctl
+from tests.support.processes import run
 from tests.support.ranks import Worlds
 from tests.support.states import directories, numbered, same, save_state
 
@@ -77,3 +78,36 @@ def test_what_cannot_be(
     assert ctl.main([*command, "."]) == 1
     assert "manifest.json is no manifest of a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("output", "named", "wrong"),
+    [
+        ("none/out.pt", "none", "No such file or directory"),
+        (".", "", "Is a directory"),
+        ("full/out.pt", "full/out.pt", "No space left on device"),
+    ],
+    ids=["no directory", "a directory", "no room"],
+)
+def test_an_output_that_cannot_be(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    saved: list[str],
+    output: str,
+    named: str,
+    wrong: str,
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=64K", "tmpfs", full)
+    try:
+        assert ctl.main(["gather", *saved, "-o", str(tmp_path / output)]) == 1
+        assert not list(full.iterdir())
+    finally:
+        run("umount", full)
+    said = capsys.readouterr().err
+    assert said.startswith(f"fpfs-ctl: gather: {tmp_path / named}: ")
+    assert said.endswith(
+        f"{wrong}; have the output in a directory that is there, is yours, and has room\n"
+    )
