@@ -232,9 +232,12 @@ class Ranks:
         self._watch = _Watch()
         self._handed_in: list[str] = []
         """Steps."""
+        self._came: set[int] = set()
+        """Ranks that are seen to have made this call."""
 
     def __enter__(self) -> Ranks:
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
+        self._store.set(f"call/{self.rank}", self._call)
         self._number = self._store.add(f"calls/{self.rank}", 1)
         missed = max(self._store.add(f"calls/{rank}", 0) for rank in self._awaited) - self._number
         for _ in range(missed):
@@ -334,8 +337,26 @@ class Ranks:
                 self._watch.add(rank, msgspec.msgpack.decode(process, type=Process))
         return self._watch.gone()
 
-    def _has_come(self, rank: int) -> bool:
-        return bool(self._store.add(f"calls/{rank}", 0) >= self._number)
+    def _has_come(self, rank: int, message: str) -> bool:
+        """Whether a rank of which a message is missed has made this call.
+
+        Raises ValueError if it has made another instead.
+        """
+        if rank in self._came:
+            return True
+        if self._store.add(f"calls/{rank}", 0) < self._number:
+            return False
+        called = self._store.get(f"call/{rank}").decode()
+        if called != self._call:
+            # It may have left this call by now: after it sent the message, or failed.
+            self.check()
+            if not self._store.check([self._key(message)]):
+                raise ValueError(
+                    f"rank {rank} called {called} where this rank called {self._call}: all ranks"
+                    " of a group make the same calls, in the same order"
+                )
+        self._came.add(rank)
+        return True
 
     @contextlib.contextmanager
     def _reaching_store(self) -> Iterator[None]:
@@ -364,7 +385,7 @@ class Ranks:
             # What has come counts, whoever failed since.
             self.check()
             waited_s = time.monotonic() - began
-            absent = [rank for rank in missing if not self._has_come(rank)]
+            absent = [rank for rank in missing if not self._has_come(rank, pattern.format(rank))]
             if waited_s > seconds:
                 if absent:
                     raise RankFailed(

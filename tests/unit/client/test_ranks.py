@@ -308,6 +308,33 @@ def test_a_late_rank_does_not_skip_a_call_that_failed(
     assert torch.equal(torch.load(path)["weight"], torch.full((300_000,), 2.0))
 
 
+def make_another_call(path: str, other: int) -> list[str]:
+    """As a rank: all save but one, which saves shares; then all save."""
+    said = []
+    try:
+        if dist.get_rank() == other:
+            client.save_shares({"weight": torch.ones(3)}, f"{path}.shares", timeout_s=900.0)
+        client.save(large_state(seed=3), path, timeout_s=900.0)
+    except (ValueError, client.RankFailed) as error:
+        said.append(str(error))
+    client.save(large_state(seed=4), path, timeout_s=60.0)
+    return said
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_that_make_different_calls(forks: Worlds, path: Path, other: int) -> None:
+    said = forks.start(3, make_another_call, path, other).values()
+    where = {
+        f"rank {a} called {first} where this rank called {second}: all ranks of a group make the"
+        " same calls, in the same order"
+        for a in range(3)
+        for first, second in (("save", "save_shares"), ("save_shares", "save"))
+    }
+    assert all(len(each) == 1 for each in said)
+    assert {each[0].rpartition("ValueError: ")[2] for each in said} <= where
+    assert same(client.load(path), large_state(seed=4))
+
+
 def stop_in_the_middle(path: str) -> None:
     """As rank 1: neither write nor end."""
     if dist.get_rank() == 1:
