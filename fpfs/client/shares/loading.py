@@ -70,8 +70,8 @@ def load_shares(
     directory: where this rank sees shares, if any, or several of these. It need not be there. The
         newest checkpoint that any rank sees is loaded; together the ranks see all its shares.
     group: whose ranks load it; all of them call this. What a rank does not see itself, another one
-        that does reads for it and sends by torch.distributed (gloo). None: the default group of
-        torch.distributed, if that is initialized. ALONE: this process sees all shares.
+        that does reads for it and sends it. None: the default group of torch.distributed, if that
+        is initialized. ALONE: this process sees all shares.
     map_location, weights_only, into: as `fpfs.load` has them; each rank may have others.
     timeout_s: seconds that a rank waits at most for another that it knows nothing of.
 

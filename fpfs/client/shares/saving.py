@@ -86,8 +86,8 @@ def save_shares(
     state, group, plan, timeout_s: as `fpfs.save` has them.
     directory: on each node; it is made if it is not there. Ranks that see the same one are of one
         node.
-    copies: how many nodes keep each share; with 2 a node may be lost. What is copied is sent by
-        torch.distributed (gloo), and the call returns when it is durable as well.
+    copies: how many nodes keep each share; with 2 a node may be lost. What is copied is sent from
+        rank to rank, and the call returns when it is durable as well.
 
     Returns what was saved; `path` is the directory on this node, `bytes` those of the torch.save
     file.

@@ -1,31 +1,30 @@
 """Ranks read shares for those who do not see them.
 
-Who needs bytes of a share asks a rank that sees it, through the key-value store of the group, and
-that one reads them and sends them by gloo, over connections of their own. So the training's backend
-is not waited for, and whoever waits for an answer looks whether another rank has failed or died.
+Who needs bytes of a share connects to a rank that sees it and asks; that one reads them and sends
+them to where they belong. The connections are the ranks' own (`network`): a backend of
+torch.distributed connects all ranks with all, cannot be interrupted while it does, and is the
+training's. So a rank connects to those that it needs, and whoever waits looks whether another rank
+has failed or died.
 
-A rank that asks and gives up, since another one has failed, says so before the answer comes: either
-the answer is taken, or it is not sent. For gloo waits for the receiver of each message.
-
-Concurrency: `start` and `close` are called by one thread. A thread answers, one at a time; others
-ask, each one rank at a time.
+Concurrency: `start` and `close` are called by one thread. For each connection a thread answers, one
+question at a time; each that asks is used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
-import datetime as dt
 import errno
-import logging
+import math
 import os
+import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -33,50 +32,23 @@ import torch.distributed as dist
 
 from fpfs.client.parallel_file import Piece
 from fpfs.client.peers import POLL_MAX_S, POLL_MIN_S, RankFailed, Ranks
+from fpfs.client.shares import network
 from fpfs.client.shares.reading import OpenShare
 from fpfs.core.transfers import Transfer, run_to_end
-
-logger = logging.getLogger(__name__)
 
 ANSWER_BYTES = 16 * 1024 * 1024
 PIECES_MAX = 10_000
 """Of an answer."""
-ASKED_AT_ONCE = 2
-"""While one answer is sent, the next is read."""
+CONNECTIONS = 2
+"""To one rank: while one answer is sent, the next is read."""
 THREADS_MAX = 8
-_TAGS = 1 << 30
-_GIVEN_UP = "given up"
-"""Instead of an answer."""
-
-
-_senders: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-"""What bytes are sent by, of each group of ranks. It is kept: connecting takes its time."""
-
-
-def _sender_of(peers: Ranks, timeout_s: float) -> Any:
-    """Return the same on all ranks: the one that all have, or a new one."""
-    found = _senders.get(peers.group)
-    all_have = peers.exchange(
-        "sender", found is not None, lambda have: [all(have)] * len(have), of=bool
-    )
-    if not all_have:
-        # Not by dist.new_group, which gives one of the same ranks the same name, and so would find
-        # the addresses of one that has failed.
-        store = dist.PrefixStore("sender", peers.store)
-        limit = dt.timedelta(seconds=timeout_s)
-        try:
-            found = dist.ProcessGroupGloo(store, peers.rank, peers.size, limit)
-        except RuntimeError as error:
-            peers.check()
-            text = str(error).partition("\n")[0]
-            raise RankFailed(peers.rank, f"cannot connect to the others by gloo: {text}") from error
-        _senders[peers.group] = found
-    return found
+IDLE_S = 0.2
+"""How often whoever waits for bytes looks what became of the others."""
+TOLD_S = 5.0
+"""How long it may take until a rank's end is known by all."""
 
 
 class _Question(msgspec.Struct, array_like=True):
-    rank: int
-    """Who asks."""
     share: int
     pieces: list[tuple[int, int]]
     """Offset and bytes, in the share."""
@@ -89,28 +61,11 @@ class _Answer(msgspec.Struct, array_like=True):
     error: str = ""
 
 
-class _Asked(NamedTuple):
-    server: int
-    ticket: int
-    pieces: list[Piece]
-    """Where they belong, in order."""
-
-    @property
-    def bytes(self) -> int:
-        """Of all."""
-        return sum(count for _, count, _ in self.pieces)
-
-    @property
-    def key(self) -> str:
-        """Where the answer is."""
-        return f"answer/{self.server}/{self.ticket}"
-
-
 class Serving:
     """Answers other ranks, and asks them. `shares`: those that this rank reads for others.
 
-    All ranks of the group make one at the same time. As a context it is closed in the end; a rank
-    leaves it when no other needs it any more, or when one has failed.
+    As a context it is closed in the end; a rank leaves it when no other needs it any more, or when
+    one has failed.
     """
 
     def __init__(self, peers: Ranks, shares: Mapping[int, OpenShare], *, timeout_s: float) -> None:
@@ -119,15 +74,24 @@ class Serving:
         self._timeout_s = timeout_s
         self._store = peers.store
         self._checking = threading.Lock()
-        self._ends = threading.Event()
-        """Nobody is answered any more."""
         self._gives_up = threading.Event()
-        self._sender = _sender_of(peers, timeout_s)
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        """To others."""
+        self._idle: dict[int, list[socket.socket]] = {}
+        """Those that nobody uses, by rank."""
         self._asking = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "fpfs-ask")
-        self._answering = threading.Thread(target=self._answer_all, name="fpfs-answer")
-        self._answering.start()
+        self._listener: network.Listener | None = None
 
     def __enter__(self) -> Serving:
+        if self._shares:
+            self._listener = network.Listener(self._answer_all, self._store)
+            address = msgspec.msgpack.encode(self._listener.address)
+            try:
+                self._store.set(_key(self._peers.rank), address)
+            except BaseException:
+                self._listener.close()
+                raise
         return self
 
     def __exit__(
@@ -137,182 +101,176 @@ class Serving:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            # What has failed may have broken its connections.
-            _senders.pop(self._peers.group, None)
+            # First, or those whose connections end would not know why.
+            self._peers.tell(error)
         self.close()
 
     def close(self) -> None:
         """Give up what is asked, answer nobody any more, and return when nothing is under way."""
         self.give_up()
-        self._ends.set()
         self._asking.shutdown(cancel_futures=True)
-        self._answering.join()
+        for connection in self._connections:
+            connection.close()
+        if self._listener is not None:
+            self._listener.close()
+            with contextlib.suppress(dist.DistError):  # the store has gone, with all that is in it
+                self._store.delete_key(_key(self._peers.rank))
 
     def give_up(self) -> None:
-        """Ask nothing any more, for the call fails."""
-        self._gives_up.set()
+        """Ask nothing any more, for the call ends."""
+        with self._lock:
+            self._gives_up.set()
+            for connection in self._connections:
+                network.shut_down(connection)
 
     def start(self, server: int, share: int, pieces: list[Piece], owners: object) -> Transfer:
         """Begin to fill memory, which `owners` keeps, with what `server` reads of a share."""
-        return _Pending(self, self._asking.submit(self._ask_all, server, share, pieces, owners))
+        answers = collections.deque(_answers(pieces))
+        return _Pending(
+            self,
+            [
+                self._asking.submit(self._ask, server, share, answers, owners)
+                for _ in range(min(CONNECTIONS, len(answers)))
+            ],
+        )
 
-    def _ask_all(self, server: int, share: int, pieces: list[Piece], owners: object) -> None:
-        asked: collections.deque[_Asked] = collections.deque()
+    def _ask(
+        self, server: int, share: int, answers: collections.deque[list[Piece]], owners: object
+    ) -> None:
+        """Ask for answers that nobody has asked for, until there are none."""
         try:
-            for some in _answers(pieces):
-                asked.append(self._ask(server, share, some))
-                if len(asked) == ASKED_AT_ONCE:
-                    self._receive(asked[0])
-                    asked.popleft()
-            while asked:
-                self._receive(asked[0])
-                asked.popleft()
+            connection = self._connection_to(server)
+            while True:
+                try:
+                    pieces = answers.popleft()
+                except IndexError:
+                    break
+                self._receive(connection, server, share, pieces)
+            with self._lock:
+                self._idle.setdefault(server, []).append(connection)
         except BaseException:
-            for each in asked:
-                self._give_up(each)
+            answers.clear()
             raise
         finally:
             del owners
 
-    def _ask(self, server: int, share: int, pieces: list[Piece]) -> _Asked:
-        places = [(offset, count) for _, count, offset in pieces]
-        question = msgspec.msgpack.encode(_Question(self._peers.rank, share, places))
-        ticket = self._store.add(f"tickets/{server}", 1)
-        self._store.set(f"question/{server}/{ticket}", question)
-        return _Asked(server, ticket, pieces)
-
-    def _receive(self, asked: _Asked) -> None:
-        """Wait for an answer, and put it where it belongs."""
+    def _receive(
+        self, connection: socket.socket, server: int, share: int, pieces: list[Piece]
+    ) -> None:
+        """Have an answer put where it belongs."""
         deadline_s = time.monotonic() + self._timeout_s
-        poll_s = POLL_MIN_S
-        while not self._store.check([asked.key]):
-            self._check()
-            if self._gives_up.is_set():
-                raise concurrent.futures.CancelledError
-            if time.monotonic() > deadline_s:
-                raise RankFailed(asked.server, f"did not answer for {self._timeout_s:.0f} s")
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, POLL_MAX_S)
-        self._take(asked)
 
-    def _take(self, asked: _Asked) -> None:
-        """Receive an answer that is there."""
-        answer = msgspec.json.decode(self._store.get(asked.key), type=_Answer)
-        self._store.delete_key(asked.key)
+        def look() -> None:
+            self._look(server, deadline_s)
+
+        places = [(offset, count) for _, count, offset in pieces]
+        try:
+            network.send_message(connection, _Question(share, places))
+            answer = network.receive_message(connection, _Answer, idle=look)
+            if answer.errno is None:
+                for address, count, _ in pieces:
+                    network.receive(connection, _memory_at(address, count), idle=look)
+                    deadline_s = time.monotonic() + self._timeout_s
+        except (OSError, EOFError) as error:
+            self._find_out(server, f"its connection has ended: {error}")
         if answer.errno is not None:
             raise OSError(answer.errno, answer.error)
-        if len(asked.pieces) == 1:
-            target = _tensor_at(asked.pieces[0][0], asked.bytes)
-        else:
-            target = torch.empty(asked.bytes, dtype=torch.uint8, device="cpu")
-        try:
-            self._sender.recv([target], asked.server, asked.ticket % _TAGS).wait()
-        except RuntimeError as error:
-            self._check()
-            text = str(error).partition("\n")[0]
-            raise RankFailed(asked.server, f"does not send what it has read: {text}") from error
-        if len(asked.pieces) > 1:
-            at = target.data_ptr()
-            for address, count, _ in asked.pieces:
-                ctypes.memmove(address, at, count)
-                at += count
 
-    def _give_up(self, asked: _Asked) -> None:
-        """Let an answer not be sent, or take it."""
-        try:
-            if bytes(self._store.compare_set(asked.key, "", _GIVEN_UP)) != _GIVEN_UP.encode():
-                scratch = torch.empty(asked.bytes, dtype=torch.uint8, device="cpu")
-                self._take(asked._replace(pieces=[(scratch.data_ptr(), asked.bytes, 0)]))
-        except (RuntimeError, OSError) as error:
-            # Something has failed before, which is told; the other rank may have died of it.
-            logger.debug("an answer of rank %d is lost: %s", asked.server, error)
-
-    def _check(self) -> None:
+    def _look(self, server: int, deadline_s: float) -> None:
+        """Raise what ends the waiting for a rank, if anything does."""
         with self._checking:
             self._peers.check()
+        if self._gives_up.is_set():
+            raise concurrent.futures.CancelledError
+        if time.monotonic() > deadline_s:
+            raise RankFailed(server, f"sent nothing for {self._timeout_s:.0f} s")
 
-    def _answer_all(self) -> None:
-        """Answer questions in the order of their tickets, until it ends."""
-        rank, ticket, poll_s = self._peers.rank, 1, POLL_MIN_S
-        buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * ASKED_AT_ONCE
-        sent: list[dist.Work | None] = [None] * ASKED_AT_ONCE
+    def _find_out(self, server: int, cause: str) -> NoReturn:
+        """Raise why a rank is no longer there; `cause`, if nobody says so."""
+        deadline_s = time.monotonic() + min(TOLD_S, self._timeout_s)
+        while time.monotonic() < deadline_s:
+            self._look(server, math.inf)
+            time.sleep(POLL_MAX_S)
+        raise RankFailed(server, cause)
+
+    def _connection_to(self, server: int) -> socket.socket:
+        """Return one that nobody uses."""
+        with self._lock:
+            if self._idle.get(server):
+                return self._idle[server].pop()
+        deadline_s = time.monotonic() + self._timeout_s
+        poll_s = POLL_MIN_S
+        while not self._store.check([_key(server)]):
+            self._look(server, deadline_s)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, POLL_MAX_S)
+        address = msgspec.msgpack.decode(self._store.get(_key(server)), type=network.Address)
         try:
-            while not self._ends.is_set():
-                key = f"question/{rank}/{ticket}"
-                if not self._store.check([key]):
-                    time.sleep(poll_s)
-                    poll_s = min(2 * poll_s, POLL_MAX_S)
-                    continue
-                question = msgspec.msgpack.decode(self._store.get(key), type=_Question)
-                self._store.delete_key(key)
-                place = ticket % ASKED_AT_ONCE
-                _wait_for(sent[place])
-                size = sum(count for _, count in question.pieces)
-                if buffers[place].numel() < size:
-                    buffers[place] = torch.empty(size, dtype=torch.uint8, device="cpu")
-                sent[place] = self._answer(question, ticket, buffers[place][:size])
-                ticket, poll_s = ticket + 1, POLL_MIN_S
-            for work in sent:
-                _wait_for(work)
-            self._store.delete_key(f"tickets/{rank}")
-        except (RuntimeError, dist.DistError) as error:
-            # The store or a rank has gone, which each rank that waits for it finds out itself.
-            logger.debug("rank %d answers nobody any more: %s", rank, error)
+            connection = network.connect(address)
+        except ConnectionError as error:
+            self._find_out(server, f"cannot be reached: {error}")
+        connection.settimeout(IDLE_S)
+        with self._lock:
+            self._connections.add(connection)
+            if self._gives_up.is_set():
+                raise concurrent.futures.CancelledError
+        return connection
 
-    def _answer(self, question: _Question, ticket: int, content: torch.Tensor) -> dist.Work | None:
-        """Read what is asked for, and begin to send it."""
-        answer = _Answer()
+    def _answer_all(self, connection: socket.socket) -> None:
+        """Answer what is asked over a connection, until it is closed."""
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        while True:
+            question = network.receive_message(connection, _Question)
+            size = sum(count for _, count in question.pieces)
+            if buffer.numel() < size:
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+            content = buffer[:size]
+            answer = self._read(question, content)
+            network.send_message(connection, answer)
+            if answer.errno is None:
+                connection.sendall(content.numpy())
+
+    def _read(self, question: _Question, content: torch.Tensor) -> _Answer:
+        """Read what is asked for."""
         address, pieces = content.data_ptr(), list[Piece]()
         for offset, count in question.pieces:
             pieces.append((address, count, offset))
             address += count
-        share = self._shares[question.share]
         try:
-            run_to_end(share.start(pieces, content))
+            run_to_end(self._shares[question.share].start(pieces, content))
         except OSError as error:
             number = error.errno or errno.EIO
-            answer = _Answer(number, f"{os.strerror(number)} (as rank {self._peers.rank} reads it)")
-        told = msgspec.json.encode(answer)
-        key = f"answer/{self._peers.rank}/{ticket}"
-        if bytes(self._store.compare_set(key, "", told.decode())) != told:
-            self._store.delete_key(key)  # given up
-            return None
-        if answer.errno is not None:
-            return None
-        return self._sender.send([content], question.rank, ticket % _TAGS)
+            return _Answer(number, f"{os.strerror(number)} (as rank {self._peers.rank} reads it)")
+        return _Answer()
 
 
 class _Pending:
     """What is asked for."""
 
-    def __init__(self, serving: Serving, future: concurrent.futures.Future[None]) -> None:
+    def __init__(self, serving: Serving, futures: list[concurrent.futures.Future[None]]) -> None:
         self._serving = serving
-        self._future = future
+        self._futures = futures
 
     def wait(self, seconds: float, /) -> bool:
-        return bool(concurrent.futures.wait([self._future], seconds).done)
+        return not concurrent.futures.wait(self._futures, seconds).not_done
 
     def check(self) -> None:
-        self._future.result()
+        for future in self._futures:
+            future.result()
 
     def close(self) -> None:
-        if not self._future.done():
+        if not all(future.done() for future in self._futures):
             self._serving.give_up()
-            concurrent.futures.wait([self._future])
+            concurrent.futures.wait(self._futures)
 
 
-def _wait_for(work: dist.Work | None) -> None:
-    try:
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        # Who was to receive it has gone, which who waits for that rank finds out.
-        logger.debug("what was read could not be sent: %s", error)
+def _key(rank: int) -> str:
+    return f"address/{rank}"
 
 
-def _tensor_at(address: int, count: int) -> torch.Tensor:
+def _memory_at(address: int, count: int) -> memoryview:
     memory = (ctypes.c_char * count).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memoryview(memory).cast("B")
 
 
 def _answers(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

@@ -1,0 +1,247 @@
+"""TCP connections between ranks, of which each knows that it leads to the rank that is meant.
+
+Who listens tells the others its addresses and two secrets, through the key-value store of
+torch.distributed. Both ends of a connection say one first: so it does not matter that an address
+may be another machine's as well (those of bridges and loopbacks are), or that strangers connect.
+
+Concurrency: a `Listener` has a thread that accepts, and one for each connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Names the network interfaces that are used, with commas, as it does to torch.distributed."""
+CONNECT_S = 10.0
+"""How long one address is tried."""
+BACKLOG = 1024
+SECRET_BYTES = 16
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+
+_SIOCGIFADDR = 0x8915
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class Address(msgspec.Struct, array_like=True):
+    """Where a rank listens."""
+
+    hosts: list[str]
+    """IP addresses, the best one first."""
+    port: int
+    asks: bytes
+    """Said by who connects."""
+    answers: bytes
+    """Said then by who listens."""
+
+
+class Listener:
+    """Has each connection served by a thread until it is closed. `store`: of the ranks."""
+
+    def __init__(self, serve: Callable[[socket.socket], None], store: dist.Store) -> None:
+        self._serve = serve
+        self._lock = threading.Lock()
+        self._closed = False
+        self._connections: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        two_families = socket.has_dualstack_ipv6()
+        self._socket = socket.create_server(
+            ("", 0),
+            family=socket.AF_INET6 if two_families else socket.AF_INET,
+            dualstack_ipv6=two_families,
+            backlog=BACKLOG,
+        )
+        self.address = Address(
+            hosts=_own_hosts(store),
+            port=self._socket.getsockname()[1],
+            asks=secrets.token_bytes(SECRET_BYTES),
+            answers=secrets.token_bytes(SECRET_BYTES),
+        )
+        self._accepting = threading.Thread(target=self._accept, name="fpfs-accept")
+        self._accepting.start()
+
+    def close(self) -> None:
+        """End all connections; returns when nobody serves any more."""
+        with self._lock:
+            self._closed = True
+            for connection in self._connections:
+                shut_down(connection)
+        shut_down(self._socket)
+        self._accepting.join()
+        self._socket.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.warning("others can no longer connect: %s", error)
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            thread = threading.Thread(target=self._run, args=(connection,), name="fpfs-answer")
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(CONNECT_S)
+            said = bytearray(SECRET_BYTES)
+            receive(connection, memoryview(said))
+            if not hmac.compare_digest(said, self.address.asks):
+                logger.warning("a stranger has connected: %s", connection.getpeername())
+                return
+            connection.sendall(self.address.answers)
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._serve(connection)
+        except (OSError, EOFError) as error:
+            # Whoever needs it asks again, or finds out why not.
+            logger.debug("a connection has ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+
+def connect(address: Address) -> socket.socket:
+    """Return a connection. Raises ConnectionError that says what became of each address."""
+    failures = []
+    for host in address.hosts:
+        connection = None
+        try:
+            connection = socket.create_connection((host, address.port), CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(address.asks)
+            said = bytearray(SECRET_BYTES)
+            receive(connection, memoryview(said))
+            if hmac.compare_digest(said, address.answers):
+                return connection
+            failures.append(f"{host}: another process listens there")
+        except (OSError, EOFError) as error:
+            failures.append(f"{host}: {error}")
+        if connection is not None:
+            connection.close()
+    raise ConnectionError("; ".join(failures))
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End what other threads do with a socket."""
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def receive(
+    connection: socket.socket, view: memoryview, *, idle: Callable[[], None] | None = None
+) -> None:
+    """Fill memory. EOFError when the other end is closed.
+
+    idle: called when nothing has come for the socket's timeout; what it raises ends this. None:
+    that is a TimeoutError.
+    """
+    while view:
+        try:
+            count = connection.recv_into(view)
+        except TimeoutError:
+            if idle is None:
+                raise
+            idle()
+            continue
+        if count == 0:
+            raise EOFError("the other end is closed")
+        view = view[count:]
+
+
+def send_message(connection: socket.socket, message: Any) -> None:
+    """Send a struct."""
+    content = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive_message(
+    connection: socket.socket, kind: type[T], *, idle: Callable[[], None] | None = None
+) -> T:
+    """Receive a struct; `idle` and errors as `receive` has them. ValueError of what is none."""
+    length = bytearray(_LENGTH.size)
+    receive(connection, memoryview(length), idle=idle)
+    (count,) = _LENGTH.unpack(length)
+    if count > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message has {count} bytes")
+    content = bytearray(count)
+    receive(connection, memoryview(content), idle=idle)
+    return msgspec.msgpack.decode(content, type=kind)
+
+
+def _own_hosts(store: dist.Store) -> list[str]:
+    """Return this machine's addresses: the one that the store is reached by, others, loopback."""
+    wanted = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            if not wanted or name in wanted:
+                with contextlib.suppress(OSError):  # it has none
+                    request = struct.pack("256s", os.fsencode(name))
+                    answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+                    found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, _, scope, _, name = line.split()
+            # Those of one link alone mean nothing elsewhere.
+            if scope in ("00", "10") and (not wanted or name in wanted):
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    if wanted and not found:
+        raise OSError(f"{INTERFACES} names {','.join(wanted)}, which have no addresses")
+    best = _local_end(store)
+    return sorted(found, key=lambda host: (host != best, host == "::1", host.startswith("127.")))
+
+
+def _local_end(store: dist.Store) -> str | None:
+    """The own address by which the store's machine is reached; None: nobody knows."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    try:
+        ((family, kind, _, _, place), *_) = socket.getaddrinfo(
+            store.host, store.port, type=socket.SOCK_DGRAM
+        )
+        with socket.socket(family, kind) as asking:
+            asking.connect(place)  # nothing is sent
+            host = str(asking.getsockname()[0])
+    except OSError:
+        return None
+    return None if host == "::1" or host.startswith("127.") else host
+
+
+__all__ = [
+    "Address",
+    "Listener",
+    "connect",
+    "receive",
+    "receive_message",
+    "send_message",
+    "shut_down",
+]
