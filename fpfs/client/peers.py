@@ -32,6 +32,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from fpfs.client.store import Store
+
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
@@ -227,7 +229,7 @@ class Ranks:
         """The ranks that this one hears of."""
         self._timeout_s = timeout_s
         self._call = call
-        self._store = dist.PrefixStore("fpfs.save", group.get_group_store())
+        self._store = Store(group.get_group_store(), prefix="fpfs.save", timeout_s=timeout_s)
         self._number = 0
         self._watch = _Watch()
         self._handed_in: list[str] = []
@@ -236,6 +238,17 @@ class Ranks:
         """Ranks that are seen to have made this call."""
 
     def __enter__(self) -> Ranks:
+        self._store.open()
+        try:
+            with self._reaching_store():
+                self._come()
+        except BaseException:
+            self._store.close()
+            raise
+        return self
+
+    def _come(self) -> None:
+        """Say that this rank has come, and find out which call the others are in."""
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
         self._store.set(f"call/{self.rank}", self._call)
         self._number = self._store.add(f"calls/{self.rank}", 1)
@@ -244,7 +257,6 @@ class Ranks:
             if self._failed_without_me():
                 break  # to raise what the others may have left already
             self._number = self._store.add(f"calls/{self.rank}", 1)
-        return self
 
     def _failed_without_me(self) -> bool:
         """Whether this call has failed, and not since this rank did not come."""
@@ -266,6 +278,7 @@ class Ranks:
                     self._fail(error)
         finally:
             self._watch.close()
+            self._store.close()
 
     def exchange(
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
@@ -310,10 +323,22 @@ class Ranks:
             if not self._store.check([self._key("failed")]):
                 self._set("failed", msgspec.msgpack.encode(_failure_of(error, rank=self.rank)))
 
-    @property
-    def store(self) -> dist.Store:
-        """For other messages of this call. Who makes a key has it deleted."""
-        return dist.PrefixStore(str(self._number), self._store)
+    def publish(self, name: str, value: bytes) -> None:
+        """Let others of this call read a value, until it is withdrawn. For any thread."""
+        with self._reaching_store():
+            self._set(name, value)
+
+    def published(self, name: str) -> bytes | None:
+        """Return what another rank has published, if anything. For any thread."""
+        with self._reaching_store():
+            if not self._store.check([self._key(name)]):
+                return None
+            return self._store.get(self._key(name))
+
+    def withdraw(self, name: str) -> None:
+        """Let nobody read a value any more; nothing, if the store has gone."""
+        with contextlib.suppress(dist.DistError):
+            self._store.delete_key(self._key(name))
 
     def verdict(self, mine: bool) -> bool | None:
         """After a failure: whether what was begun stays."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import ctypes
 import errno
 import math
@@ -28,7 +27,6 @@ from typing import NoReturn
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from fpfs.client.parallel_file import Piece
 from fpfs.client.peers import POLL_MAX_S, POLL_MIN_S, RankFailed, Ranks
@@ -72,7 +70,6 @@ class Serving:
         self._peers = peers
         self._shares = shares
         self._timeout_s = timeout_s
-        self._store = peers.store
         self._checking = threading.Lock()
         self._gives_up = threading.Event()
         self._lock = threading.Lock()
@@ -85,10 +82,11 @@ class Serving:
 
     def __enter__(self) -> Serving:
         if self._shares:
-            self._listener = network.Listener(self._answer_all, self._store)
+            store = self._peers.group.get_group_store()
+            self._listener = network.Listener(self._answer_all, store)
             address = msgspec.msgpack.encode(self._listener.address)
             try:
-                self._store.set(_key(self._peers.rank), address)
+                self._peers.publish(_key(self._peers.rank), address)
             except BaseException:
                 self._listener.close()
                 raise
@@ -113,8 +111,7 @@ class Serving:
             connection.close()
         if self._listener is not None:
             self._listener.close()
-            with contextlib.suppress(dist.DistError):  # the store has gone, with all that is in it
-                self._store.delete_key(_key(self._peers.rank))
+            self._peers.withdraw(_key(self._peers.rank))
 
     def give_up(self) -> None:
         """Ask nothing any more, for the call ends."""
@@ -200,11 +197,11 @@ class Serving:
                 return self._idle[server].pop()
         deadline_s = time.monotonic() + self._timeout_s
         poll_s = POLL_MIN_S
-        while not self._store.check([_key(server)]):
+        while (published := self._peers.published(_key(server))) is None:
             self._look(server, deadline_s)
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, POLL_MAX_S)
-        address = msgspec.msgpack.decode(self._store.get(_key(server)), type=network.Address)
+        address = msgspec.msgpack.decode(published, type=network.Address)
         try:
             connection = network.connect(address)
         except ConnectionError as error:
