@@ -13,12 +13,14 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
+from tests.support.failures.links import Network, enter
 from tests.support.processes import REPOSITORY, python_child
 
 TIMEOUT_S = 120.0
@@ -39,7 +41,7 @@ for line in sys.stdin:
     server = os.fork()
     if server == 0:
         os.close(life_out)
-        serve_store(port_out, life_in)
+        serve_store(port_out, life_in, network=world["network"])
     port = int(os.read(port_in, 100))
     ranks = {}
     for rank in range(world["size"]):
@@ -70,10 +72,12 @@ class Outcome(NamedTuple):
     """The type and text of what it has raised; negative: the signal that ended the process."""
 
 
-def serve_store(port_fd: int, life_fd: int) -> None:
+def serve_store(port_fd: int, life_fd: int, *, network: Sequence[Any] | None) -> None:
     """Serve a store, say its port, and exit when the other end of `life_fd` is closed."""
     import torch.distributed as dist
 
+    if network is not None:
+        enter(Network(*network).namespace(0))
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     os.write(port_fd, str(store.port).encode())
     os.read(life_fd, 1)
@@ -81,7 +85,14 @@ def serve_store(port_fd: int, life_fd: int) -> None:
 
 
 def be_rank(
-    rank: int, port: int, *, size: int, module: str, function: str, arguments: list[Any]
+    rank: int,
+    port: int,
+    *,
+    size: int,
+    module: str,
+    function: str,
+    arguments: list[Any],
+    network: Sequence[Any] | None,
 ) -> None:
     """Run a function as a rank of a world, say what became of it, and exit."""
     import faulthandler
@@ -91,14 +102,31 @@ def be_rank(
 
     faulthandler.enable()
     said: dict[str, Any] = {"rank": rank}
+    host = "127.0.0.1"
     try:
-        store = dist.TCPStore("127.0.0.1", port, None, False)
+        if network is not None:
+            made = Network(*network)
+            host = made.address(0)
+            node = rank * made.nodes // size
+            enter(made.namespace(node))
+            be_on_a_machine(f"node {node}")
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # it would choose the loopback
+        store = dist.TCPStore(host, port, None, False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # which is for torch alone
         said["value"] = getattr(importlib.import_module(module), function)(*arguments)
     except BaseException as error:  # noqa: BLE001 the test looks at it
         said["error"] = f"{type(error).__name__}: {error}"
     os.write(1, (json.dumps(said) + "\n").encode())
     os._exit(0)
+
+
+def be_on_a_machine(name: str) -> None:
+    """Have processes of other machines not be seen from here."""
+    from fpfs.client.peers import Process
+
+    own = msgspec.structs.replace(Process.own(), kernel=name)
+    Process.own = staticmethod(lambda: own)  # type: ignore[method-assign]
 
 
 class World:
@@ -146,14 +174,24 @@ class Worlds:
     def __init__(self, parent: subprocess.Popen[str]) -> None:
         self._parent = parent
 
-    def start(self, size: int, function: Callable[..., Any], *arguments: Any) -> World:
-        """Run a function of a module's top with `arguments`, which go through JSON."""
+    def start(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        network: Network | None = None,
+    ) -> World:
+        """Run a function of a module's top with `arguments`, which go through JSON.
+
+        network: on whose nodes the ranks are, as many on each; the store is on the first.
+        """
         given = [str(value) if isinstance(value, Path) else value for value in arguments]
         world = {
             "size": size,
             "module": function.__module__,
             "function": function.__name__,
             "arguments": given,
+            "network": network,
         }
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None

@@ -61,6 +61,7 @@ class Listener:
         self._closed = False
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
+        hosts = _own_hosts(store)
         two_families = socket.has_dualstack_ipv6()
         self._socket = socket.create_server(
             ("", 0),
@@ -69,7 +70,7 @@ class Listener:
             backlog=BACKLOG,
         )
         self.address = Address(
-            hosts=_own_hosts(store),
+            hosts=hosts,
             port=self._socket.getsockname()[1],
             asks=secrets.token_bytes(SECRET_BYTES),
             answers=secrets.token_bytes(SECRET_BYTES),

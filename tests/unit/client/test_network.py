@@ -1,0 +1,168 @@
+"""Connections between ranks, and a store of torch.distributed that does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fpfs.client.shares import network
+from fpfs.client.shares.network import Address, Listener
+from fpfs.client.store import Store
+from tests.support.processes import python_child
+from tests.support.waiting import wait_until
+
+LIMIT_S = 0.5
+
+
+def echo(connection: socket.socket) -> None:
+    """Send what comes back, byte by byte."""
+    while content := connection.recv(1):
+        connection.sendall(content)
+
+
+@contextlib.contextmanager
+def listening(serve: Callable[[socket.socket], None] = echo) -> Iterator[Listener]:
+    made = Listener(serve, dist.HashStore())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def replaced(address: Address, **changes: Any) -> Address:
+    """The address but for some fields."""
+    fields = {name: getattr(address, name) for name in address.__struct_fields__}
+    return Address(**{**fields, **changes})
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("fpfs")]
+
+
+def test_connections_end_with_who_listens() -> None:
+    with listening() as listener:
+        connections = [network.connect(listener.address) for _ in range(3)]
+        for number, connection in enumerate(connections):
+            connection.sendall(bytes([number]))
+            assert connection.recv(1) == bytes([number])
+    for connection in connections:
+        with connection:
+            assert connection.recv(1) == b""
+    assert threads() == []
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1: .*Connection refused"):
+        network.connect(listener.address)
+
+
+def test_each_end_must_say_its_secret(caplog: pytest.LogCaptureFixture) -> None:
+    served = []
+    with listening(served.append) as listener:
+        stranger = replaced(listener.address, asks=bytes(16), hosts=["127.0.0.1"])
+        with pytest.raises(ConnectionError, match="the other end is closed"):
+            network.connect(stranger)
+        wait_until(lambda: "a stranger has connected: " in caplog.text)
+        assert not served
+        # Another process may have the port at an address that several machines have.
+        other = replaced(listener.address, answers=bytes(16), hosts=["127.0.0.1"])
+        with pytest.raises(ConnectionError, match=r"127\.0\.0\.1: another process listens there"):
+            network.connect(other)
+        # The next address is tried then.
+        several = replaced(listener.address, hosts=["240.0.0.1", "127.0.0.1"])
+        network.connect(several).close()
+
+
+def test_a_process_that_says_nothing_does_not_hold_who_listens() -> None:
+    with listening() as listener:
+        silent = [socket.create_connection(("127.0.0.1", listener.address.port)) for _ in range(4)]
+        with network.connect(listener.address) as connection:
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
+    for each in silent:
+        each.close()
+    assert threads() == []
+
+
+def test_interfaces_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(network.INTERFACES, "lo")
+    with listening() as listener:
+        assert listener.address.hosts[0] == "127.0.0.1"
+        assert set(listener.address.hosts) <= {"127.0.0.1", "::1"}
+        network.connect(listener.address).close()
+    monkeypatch.setenv(network.INTERFACES, "none0,none1")
+    with pytest.raises(OSError, match=r"GLOO_SOCKET_IFNAME names none0,none1, which have no addre"):
+        Listener(echo, dist.HashStore())
+    assert threads() == []
+
+
+_SERVER = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_hangs_or_ends() -> None:
+    with python_child(_SERVER) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        raw = dist.TCPStore("127.0.0.1", port, None, False)
+        store = Store(raw, prefix="test", timeout_s=LIMIT_S)
+        store.open()
+        store.set("key", b"value")
+        assert (store.check(["key"]), store.check(["key", "other"])) == (True, False)
+        assert store.get("key") == b"value"
+        assert [store.add("number", amount) for amount in (1, 0, 2)] == [1, 1, 3]
+        store.delete_key("key")
+        assert not store.check(["key"])
+        store.close()
+        assert threads() == []
+
+        hanging = Store(raw, prefix="test", timeout_s=LIMIT_S)
+        hanging.open()
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(dist.DistError, match=r"it has not answered for 0 s|for 1 s"):
+            hanging.check(["key"])
+        with pytest.raises(dist.DistError):
+            hanging.set("key", b"value")
+        hanging.close()
+        os.kill(server.pid, signal.SIGCONT)
+        wait_until(lambda: threads() == [])
+
+        ended = Store(raw, prefix="test", timeout_s=60.0)
+        ended.open()
+        server.kill()
+        server.wait()
+        with pytest.raises(dist.DistError):
+            ended.check(["key"])
+        ended.close()
+        assert threads() == []
+
+
+def test_who_is_interrupted_leaves_the_store_in_order() -> None:
+    """What was under way is another's answer to nobody."""
+    may_go = threading.Event()
+
+    class Slow(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            os.kill(os.getpid(), signal.SIGINT)
+            may_go.wait()
+            return super().add(key, amount)
+
+    store = Store(dist.HashStore(), prefix="test", timeout_s=60.0)
+    store._store = Slow()  # type: ignore[assignment]
+    store.open()
+    with pytest.raises(KeyboardInterrupt):
+        store.add("number", 7)
+    may_go.set()
+    store.set("key", b"value")
+    assert store.get("key") == b"value"
+    store.close()
