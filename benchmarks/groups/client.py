@@ -125,12 +125,8 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
         on_plain: dict[str, Any] = {"folder": plain, "settle": sync, **common}
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
         entries: list[Entry] = [
-            Contender(name="fio, overwriting", play=limit, settle=sync),
+            fio.overwriting(plain, total_bytes=total_bytes),
             rotating("fpfs.client", workers=[worker], command="save_client", **on_fpfs),
             rotating("torch.save to fpfs", workers=[worker], command="save", fsync=True, **on_fpfs),
             rotating("DCP", workers=[worker], command="save_dcp", **on_plain),

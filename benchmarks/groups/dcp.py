@@ -31,12 +31,8 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         worker = stack.enter_context(bench.worker(tensors=tensors))
         common: dict[str, Any] = {"workers": [worker], "total_bytes": total_bytes}
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
         yield [
-            Contender(name="fio, overwriting", play=limit, settle=sync),
+            fio.overwriting(plain, total_bytes=total_bytes),
             rotating(
                 "fpfs.dcp",
                 folder=mount.path,

@@ -62,11 +62,7 @@ def _durable(bench: Bench, *, saves: Sequence[_Save]) -> Iterator[Sequence[Entry
         mount = stack.enter_context(bench.fpfs())
         worker = stack.enter_context(bench.worker(tensors=tensors))
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
-        entries: list[Entry] = [Contender(name="fio, overwriting", play=limit, settle=sync)]
+        entries: list[Entry] = [fio.overwriting(plain, total_bytes=total_bytes)]
         entries += [
             rotating(
                 save.name,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.framework import Bound, Contender, Entry, Group
 from benchmarks.groups.ranks import ranks_of
 from benchmarks.peers import fio
-from benchmarks.places import Bench, FpfsMount, drop_caches, state_bytes, sync
+from benchmarks.places import Bench, FpfsMount, drop_caches, state_bytes
 from benchmarks.worker import Worker, together
 
 NODES = 2
@@ -27,11 +27,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         mounts = [stack.enter_context(bench.fpfs()) for _ in range(NODES)]
         workers = stack.enter_context(ranks_of(bench, NODES, tensors=tensors, layout="replicas"))
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
-        entries: list[Entry] = [Contender(name="fio, overwriting", play=limit, settle=sync)]
+        entries: list[Entry] = [fio.overwriting(plain, total_bytes=total_bytes)]
         for name, copies in (("2 nodes", 1), ("2 nodes, 2 copies", 2)):
             entries.append(_rotating(name, workers, mounts, copies, total_bytes=total_bytes))
         yield entries

@@ -42,11 +42,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
-        entries: list[Entry] = [Contender(name="fio, overwriting", play=limit, settle=sync)]
+        entries: list[Entry] = [fio.overwriting(plain, total_bytes=total_bytes)]
         for name, size, layout in (
             ("1 process", 1, "replicas"),
             ("2 ranks, replicas", 2, "replicas"),

@@ -148,12 +148,8 @@ def _rotation(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
                 on.flush()
             return Contender(name=name, play=play, settle=on.flush)
 
-        def limit() -> float:
-            return fio.write_gb_per_s(plain, total_bytes=total_bytes, overwrite=True)
-
-        limit()
         yield [
-            Contender(name="fio, overwriting", play=limit, settle=sync),
+            fio.overwriting(plain, total_bytes=total_bytes),
             rotating("fpfs, CRC32 off", mount, crc32=False),
             rotating("fpfs, CRC32 off, reuse=0", fresh, crc32=False),
             rotating("fpfs, zip", mount),

@@ -7,9 +7,20 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from benchmarks.framework import Unavailable
+from benchmarks.framework import Contender, Unavailable
+from benchmarks.places import sync
 
 NAME = "fpfs-bench-fio"
+
+
+def overwriting(directory: Path, *, total_bytes: int) -> Contender:
+    """What a disk takes of one file again and again, which has been written once."""
+
+    def play() -> float:
+        return write_gb_per_s(directory, total_bytes=total_bytes, overwrite=True)
+
+    play()
+    return Contender(name="fio, overwriting", play=play, settle=sync)
 
 
 def write_gb_per_s(directory: Path, *, total_bytes: int, overwrite: bool = False) -> float:
