@@ -36,7 +36,6 @@ def fio(directory: Path, *options: str) -> dict[str, int]:
         "--allow_file_create=1",
         *options,
         cwd=directory,
-        timeout_s=120,
     )
     (job,) = json.loads(output[output.index("{") :])["jobs"]
     assert job["error"] == 0

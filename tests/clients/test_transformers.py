@@ -25,7 +25,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 def train(folder: Path, steps_max: int, mode: str, result: Path, saver: str) -> str:
     arguments = (folder, str(steps_max), mode, result, saver)
-    return run_program(PROGRAM, *arguments, environment=OFFLINE, timeout_s=180)
+    return run_program(PROGRAM, *arguments, environment=OFFLINE)
 
 
 def checkpoints(folder: Path) -> list[str]:

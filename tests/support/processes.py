@@ -15,6 +15,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+DEADLINE_S = 300.0
+"""Of a program that would otherwise hang: several times what one that loads torch takes beside two
+others on a busy machine."""
+
 KILLED = r"the writer of .* was cut off by SIG[A-Z]+: what it wrote, \d+ bytes, is \.fpfs/partial/"
 """What the server's log says of a writer that was killed."""
 
@@ -22,7 +26,7 @@ KILLED = r"the writer of .* was cut off by SIG[A-Z]+: what it wrote, \d+ bytes, 
 def run(
     *command: str | Path,
     cwd: Path | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = DEADLINE_S,
     environment: Mapping[str, str] | None = None,
     text_input: str | None = None,
 ) -> str:
@@ -50,7 +54,7 @@ def run(
 def run_program(
     program: Path,
     *arguments: str | Path,
-    timeout_s: float = 120,
+    timeout_s: float = DEADLINE_S,
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a Python program with this interpreter."""

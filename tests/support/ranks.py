@@ -21,9 +21,7 @@ import msgspec
 import pytest
 
 from tests.support.failures.links import Network, enter
-from tests.support.processes import REPOSITORY, python_child
-
-TIMEOUT_S = 120.0
+from tests.support.processes import DEADLINE_S, REPOSITORY, python_child
 
 # Does a line of stdin after the other: forks the ranks, says their process ids, then what each has
 # returned or raised, then "done".
@@ -149,7 +147,7 @@ class World:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGABRT)
 
-        timer = threading.Timer(TIMEOUT_S, give_up)
+        timer = threading.Timer(DEADLINE_S, give_up)
         timer.start()
         found = {}
         assert self._parent.stdout is not None

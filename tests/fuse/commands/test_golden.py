@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recovery": ("recovery", "."),
     "scrub": ("scrub", "run"),
     "fsck": ("fsck", "."),
-    "tune": ("tune", "--bytes", "256M", "--time", "1", "tuned"),
+    "tune": ("tune", "--bytes", "256M", "--time", "60", "tuned"),
     "restart": ("restart", "."),
     "device add": ("device", "add", ".", "NEW"),
     "device drain": ("device", "drain", ".", "0"),

@@ -20,6 +20,7 @@ from torch_checkpointing.checkpoint_layout import (
     RawSerialization,
     SafetensorsSerialization,
 )
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import (
     AsyncCheckpointSaverConfig,
     CheckpointLoaderConfig,
@@ -111,7 +112,9 @@ def test_all_formats(tmp_path: Path) -> None:
 
 def test_beside_training(tmp_path: Path) -> None:
     """In its own process, to which the storage goes."""
-    saving = manager("fpfs", save=AsyncCheckpointSaverConfig())
+    # Its process loads torch, which takes longer than its 30 s where others are busy.
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=300)
+    saving = manager("fpfs", save=AsyncCheckpointSaverConfig(process_config=process))
     for step in range(2):
         state = large_state(seed=step)
         future = saving.save(str(tmp_path / f"step{step}"), {"model": state})
@@ -119,7 +122,7 @@ def test_beside_training(tmp_path: Path) -> None:
         with saving.lock():
             for tensor in state.values():
                 tensor.zero_()
-        future.result(timeout=100)
+        future.result(timeout=300)
         found = torch.load(tmp_path / f"step{step}" / "model_0.pt")
         assert same(found, large_state(seed=step))
     saving.close()
