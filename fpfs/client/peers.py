@@ -331,9 +331,7 @@ class Ranks:
     def published(self, name: str) -> bytes | None:
         """Return what another rank has published, if anything. For any thread."""
         with self._reaching_store():
-            if not self._store.check([self._key(name)]):
-                return None
-            return self._store.get(self._key(name))
+            return self._store.find(self._key(name))
 
     def withdraw(self, name: str) -> None:
         """Let nobody read a value any more; nothing, if the store has gone."""

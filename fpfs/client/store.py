@@ -17,6 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+_NOTHING = "nothing"
+"""What no key has as its value."""
+
 
 class Store:
     """A store, from `open` to `close`. Each call raises DistError when the store has gone.
@@ -50,6 +53,12 @@ class Store:
     def get(self, key: str) -> bytes:
         """Return the value of a key that is there."""
         return bytes(self._call(lambda: self._store.get(key)))
+
+    def find(self, key: str) -> bytes | None:
+        """Return the value of a key, if it is there, which others may delete meanwhile."""
+        # `get` would wait for a key that was deleted since `check` saw it.
+        found = bytes(self._call(lambda: self._store.compare_set(key, _NOTHING, _NOTHING)))
+        return None if found == _NOTHING.encode() else found
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fpfs.client import store
 from fpfs.client.shares import network
 from fpfs.client.shares.network import Address, Listener
 from fpfs.client.store import Store
@@ -115,15 +116,22 @@ def test_a_store_that_hangs_or_ends() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         raw = dist.TCPStore("127.0.0.1", port, None, False)
-        store = Store(raw, prefix="test", timeout_s=LIMIT_S)
-        store.open()
-        store.set("key", b"value")
-        assert (store.check(["key"]), store.check(["key", "other"])) == (True, False)
-        assert store.get("key") == b"value"
-        assert [store.add("number", amount) for amount in (1, 0, 2)] == [1, 1, 3]
-        store.delete_key("key")
-        assert not store.check(["key"])
-        store.close()
+        found = Store(raw, prefix="test", timeout_s=LIMIT_S)
+        found.open()
+        found.set("key", b"value")
+        assert (found.check(["key"]), found.check(["key", "other"])) == (True, False)
+        assert found.get("key") == b"value"
+        found.set("binary", bytes(range(256)))
+        assert [found.find(key) for key in ("key", "none", "binary")] == [
+            b"value",
+            None,
+            bytes(range(256)),
+        ]
+        assert not found.check(["none"])
+        assert [found.add("number", amount) for amount in (1, 0, 2)] == [1, 1, 3]
+        found.delete_key("key")
+        assert not found.check(["key"])
+        found.close()
         assert threads() == []
 
         hanging = Store(raw, prefix="test", timeout_s=LIMIT_S)
@@ -147,22 +155,27 @@ def test_a_store_that_hangs_or_ends() -> None:
         assert threads() == []
 
 
-def test_who_is_interrupted_leaves_the_store_in_order() -> None:
-    """What was under way is another's answer to nobody."""
-    may_go = threading.Event()
+def test_who_is_interrupted_leaves_the_store_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was under way is nobody's answer."""
 
-    class Slow(dist.HashStore):
-        def add(self, key: str, amount: int) -> int:
-            os.kill(os.getpid(), signal.SIGINT)
-            may_go.wait()
-            return super().add(key, amount)
+    class Interrupted(store._Call):
+        def __init__(self, function: Callable[[], Any]) -> None:
+            super().__init__(function)
+            monkeypatch.undo()
+            self.is_done = self  # type: ignore[assignment]
 
-    store = Store(dist.HashStore(), prefix="test", timeout_s=60.0)
-    store._store = Slow()  # type: ignore[assignment]
-    store.open()
+        def acquire(self, timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            pass
+
+    opened = Store(dist.HashStore(), prefix="test", timeout_s=60.0)
+    opened.open()
+    opened.set("key", b"value")
+    monkeypatch.setattr(store, "_Call", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store.add("number", 7)
-    may_go.set()
-    store.set("key", b"value")
-    assert store.get("key") == b"value"
-    store.close()
+        opened.add("number", 7)
+    assert opened.get("key") == b"value"
+    assert opened.add("number", 1) == 8
+    opened.close()
