@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
 """Names the network interfaces that are used, with commas, as it does to torch.distributed."""
+ACCEPT_AGAIN_S = 0.05
 CONNECT_S = 10.0
 """How long one address is tried."""
 BACKLOG = 1024
@@ -95,9 +97,12 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
-                if not self._closed:
-                    logger.warning("others can no longer connect: %s", error)
-                return
+                if self._closed:
+                    return
+                # Who connected has gone again, or descriptors have run out for now.
+                logger.debug("a connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             with self._lock:
                 if self._closed:
                     connection.close()

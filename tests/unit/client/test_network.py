@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -88,6 +89,22 @@ def test_a_process_that_says_nothing_does_not_hold_who_listens() -> None:
     for each in silent:
         each.close()
     assert threads() == []
+
+
+def test_a_connection_that_has_gone_again_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    failures = [errno.ECONNABORTED, errno.EMFILE]
+
+    def fail_at_first(listening: socket.socket) -> Any:
+        if failures:
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_at_first)
+    with listening() as listener:
+        network.connect(listener.address).close()
+    assert not failures
 
 
 def test_interfaces_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
