@@ -170,19 +170,41 @@ def do_badly(
         save(places, made.nodes, 2, 2, LIMIT_S)
 
 
+def lose(
+    forks: Worlds,
+    two: Network,
+    places: list[str],
+    what: str,
+    moment: str,
+    bad: int,
+    *,
+    loads: bool,
+) -> None:
+    """Lose a node while both save or load; all ranks end, of what they can know."""
+    given = (what, moment, bad, places, list(two), loads)
+    errors = [
+        str(outcome.error) for outcome in forks.start(2, do_badly, *given, network=two).outcomes()
+    ]
+    if what == "killed":
+        assert errors.pop(bad) == str(-signal.SIGKILL)
+    for error in errors:
+        assert error.startswith("RankFailed: rank "), errors
+
+
+def be_back(two: Network, what: str, bad: int) -> None:
+    if what == "cut":
+        two.join(bad)
+
+
 @pytest.mark.parametrize(("what", "moment", "bad"), SAVES)
 def test_a_node_that_is_lost_while_it_saves(
     forks: Worlds, two: Network, places: list[str], what: str, moment: str, bad: int
 ) -> None:
     forks.start(2, save, places, 2, 1, 2, network=two).values()
-    outcomes = forks.start(
-        2, do_badly, what, moment, bad, places, list(two), False, network=two
-    ).outcomes()
-    check_told(outcomes, what, bad)
+    lose(forks, two, places, what, moment, bad, loads=False)
     for place in places[:2]:
         assert same(client.load(place), state_of(1))
-    if what == "cut":
-        two.join(bad)
+    be_back(two, what, bad)
     forks.start(2, save, places, 2, 3, 2, network=two).values()
     assert [len(os.listdir(place)) for place in places[:2]] == [3, 3]
     assert same(client.load(places[1 - bad]), state_of(3))
@@ -193,19 +215,6 @@ def test_a_node_that_is_lost_while_it_loads(
     forks: Worlds, two: Network, places: list[str], what: str, moment: str, bad: int
 ) -> None:
     forks.start(2, save, places, 2, 1, 1, network=two).values()
-    outcomes = forks.start(
-        2, do_badly, what, moment, bad, places, list(two), True, network=two
-    ).outcomes()
-    check_told(outcomes, what, bad)
-    if what == "cut":
-        two.join(bad)
+    lose(forks, two, places, what, moment, bad, loads=True)
+    be_back(two, what, bad)
     forks.start(2, load, places, 2, 1, network=two).values()
-
-
-def check_told(outcomes: list[Any], what: str, bad: int) -> None:
-    """Both ranks have ended, of what they can know."""
-    errors = [str(outcome.error) for outcome in outcomes]
-    if what == "killed":
-        assert errors.pop(bad) == str(-signal.SIGKILL)
-    for error in errors:
-        assert error.startswith("RankFailed: rank "), errors
