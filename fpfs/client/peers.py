@@ -284,22 +284,24 @@ class Ranks:
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
     ) -> R:
         """Hand in `mine`; return what rank 0 answers this rank."""
+        # Different calls may have steps of one name, which must not meet.
+        name = f"{self._call}.{step}"
         with self._reaching_store():
             if self.rank != 0:
-                self._handed_in.append(step)
-                self._send(f"{step}/{self.rank}", mine)
+                self._handed_in.append(name)
+                self._send(f"{name}/{self.rank}", mine)
                 # Rank 0 may come as late as this rank may wait, and wait as long for others.
-                self._wait(self._awaited, f"answer/{step}/{self.rank}", step, 2 * self._timeout_s)
-                answered = self._receive(f"answer/{step}/{self.rank}")
+                self._wait(self._awaited, f"answer/{name}/{self.rank}", step, 2 * self._timeout_s)
+                answered = self._receive(f"answer/{name}/{self.rank}")
                 return msgspec.msgpack.decode(answered, type=of)
-            self._wait(self._awaited, f"{step}/{{}}", step, self._timeout_s)
+            self._wait(self._awaited, f"{name}/{{}}", step, self._timeout_s)
             self._forget_those_before()
-            messages = [self._receive(f"{step}/{rank}") for rank in self._awaited]
+            messages = [self._receive(f"{name}/{rank}") for rank in self._awaited]
         handed_in = [mine, *(msgspec.msgpack.decode(each, type=type(mine)) for each in messages)]
         own, *answers = answer(handed_in)
         with self._reaching_store():
             for rank, value in zip(self._awaited, answers, strict=True):
-                self._send(f"answer/{step}/{rank}", value)
+                self._send(f"answer/{name}/{rank}", value)
         return own
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from fpfs.client.shares import network
 from fpfs.client.shares.network import Address, Listener
 from fpfs.client.store import Store
 from tests.support.processes import python_child
+from tests.support.servers import stop
 from tests.support.waiting import wait_until
 
 LIMIT_S = 0.5
@@ -153,7 +154,7 @@ def test_a_store_that_hangs_or_ends() -> None:
 
         hanging = Store(raw, prefix="test", timeout_s=LIMIT_S)
         hanging.open()
-        os.kill(server.pid, signal.SIGSTOP)
+        stop(server.pid)
         with pytest.raises(dist.DistError, match=r"it has not answered for 0 s|for 1 s"):
             hanging.check(["key"])
         with pytest.raises(dist.DistError):
