@@ -151,9 +151,19 @@ class Replacement:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(former.st_mode):
             raise OSError(errno.EINVAL, "not a regular file: use torch.save", self.path)
-        if not os.access(self.path, os.W_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
+        if not self._is_writable():
+            # Another save may have removed or replaced it since.
+            try:
+                found = os.stat(self._name, dir_fd=self._directory_fd)
+            except FileNotFoundError:
+                return None
+            if os.path.samestat(found, former) and not self._is_writable():
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
+            return self._stat_former()
         return former
+
+    def _is_writable(self) -> bool:
+        return os.access(self.path, os.W_OK, effective_ids=True)
 
     def _create(self, mode: int) -> None:
         for _ in range(TRIES):
