@@ -196,12 +196,8 @@ class FullDevice {
 
   // What the device has refused, when it has nothing left to do.
   uint64_t refusals() {
-    const Device* device = fixture_.engine().device(0);
-    DeviceStatistics found;
-    do {
-      found = device->statistics();
-    } while (found.requests_queued + found.requests_in_flight != 0);
-    return found.errors;
+    fixture_.wait_idle();
+    return fixture_.engine().device(0)->statistics().errors;
   }
 
   void make_space() {

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <thread>
 
 #include "base/file_descriptor.h"
 #include "support/engine_fixture.h"
@@ -66,7 +65,8 @@ class State {
   explicit State(uint64_t seed) : random_(seed), fixture_(options(false)) {
     for (uint64_t ino = kInoFirst; ino < kInoFirst + kFiles; ++ino) make(ino);
     catalog_ = fixture_.catalog();
-    wait_idle();
+    // The copy is of one moment only if nothing is under way: full chunks are written at once.
+    fixture_.wait_idle();
     copy_all(directory_.path(), left_.path());
     find_tables();
   }
@@ -141,17 +141,6 @@ class State {
         default:
           write(*file, &now, random_() % most, some_bytes(most));
       }
-    }
-  }
-
-  // The copy is of one moment only if nothing is under way: full chunks go to the devices at once.
-  void wait_idle() {
-    for (const auto& device : fixture_.engine().devices()) {
-      const auto busy = [&] {
-        const DeviceStatistics now = device->statistics();
-        return now.requests_in_flight + now.requests_queued != 0;
-      };
-      while (busy()) std::this_thread::yield();
     }
   }
 

@@ -10,6 +10,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "engine/engine.h"
 #include "fuse/channel.h"
@@ -201,6 +202,17 @@ class EngineFixture {
     return wait_for(engine_->recover_later(ino, trim));
   }
   int wait_for(uint64_t ticket) { return event_of<DoneEvent>(*engine_, ticket).error; }
+
+  // Waits until the devices have done what they were told.
+  void wait_idle() {
+    for (const auto& device : engine_->devices()) {
+      const auto busy = [&] {
+        const DeviceStatistics now = device->statistics();
+        return now.requests_in_flight + now.requests_queued != 0;
+      };
+      while (busy()) std::this_thread::yield();
+    }
+  }
 
   // Drains and commits, as the commit module does.
   int commit(File& file, bool last) {
