@@ -12,8 +12,8 @@ Invariants:
   * A rank that fails says so first, and leaves when rank 0 has undone what was begun.
   * Saves are numbered by the calls of each rank, which are counted in the store. A rank that missed
     one joins the one that the others are in.
-  * Keys are deleted when nobody may look at them any more: a message by who reads it, what is
-    unread after a failure by the rank that it is from or for, the rest by rank 0 in the next save.
+  * Keys are deleted when nobody may look at them any more: a message and its answer by the rank
+    that they are from and for, the rest by rank 0 in the next save.
 
 Concurrency: used by one thread. A group has one save at a time.
 """
@@ -25,9 +25,9 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -36,12 +36,18 @@ from fpfs.client.store import Store
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES_MAX = 4 * 1024 * 1024
-"""TCPStore refuses values above 8 MiB."""
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.02
+POLL_EACH_S = 20e-6
+"""Of a large group, whose ranks ask one store."""
+LOOK_EACH_S = 0.001
+"""Who waits for many does not look at once for whom, which takes 80 us for each of them."""
+LOOK_FACTOR = 20
+"""Who waits spends one part in so many on finding out for whom."""
 SAY_AFTER_S = 10.0
 """A rank that waits so long for others to come says so in the log."""
+
+ANSWER_KEYS = ("answer/0", "answer/1")
 
 GONE = "its process is no more"
 
@@ -232,10 +238,16 @@ class Ranks:
         self._store = Store(group.get_group_store(), prefix="fpfs.save", timeout_s=timeout_s)
         self._number = 0
         self._watch = _Watch()
-        self._handed_in: list[str] = []
-        """Steps."""
+        self._exchanges = 0
+        self._exchange = ""
+        """The key of the last one, under which its messages are counted."""
         self._came: set[int] = set()
         """Ranks that are seen to have made this call."""
+        self._unseen = list(self._awaited)
+        """Ranks whose processes are not known."""
+        self._look_at_s = self._first_look(time.monotonic())
+        """When to ask for these."""
+        self._poll_max_s = max(POLL_MAX_S, self.size * POLL_EACH_S)
 
     def __enter__(self) -> Ranks:
         self._store.open()
@@ -252,7 +264,9 @@ class Ranks:
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
         self._store.set(f"call/{self.rank}", self._call)
         self._number = self._store.add(f"calls/{self.rank}", 1)
-        missed = max(self._store.add(f"calls/{rank}", 0) for rank in self._awaited) - self._number
+        missed = (
+            max(self._store.numbers([f"calls/{rank}" for rank in self._awaited])) - self._number
+        )
         for _ in range(missed):
             if self._failed_without_me():
                 break  # to raise what the others may have left already
@@ -284,25 +298,58 @@ class Ranks:
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
     ) -> R:
         """Hand in `mine`; return what rank 0 answers this rank."""
-        # Different calls may have steps of one name, which must not meet.
-        name = f"{self._call}.{step}"
+        # Different calls may have steps of one name, and a call a step twice: they must not meet.
+        self._exchanges += 1
+        self._exchange = name = self._key(f"{self._call}.{self._exchanges}.{step}")
+        if self.rank != 0:
+            with self._reaching_store():
+                answered = self._ask(step, msgspec.msgpack.encode(mine))
+            return msgspec.msgpack.decode(answered, type=of)
+        keys = {rank: f"{name}/{rank}" for rank in self._awaited}
         with self._reaching_store():
-            if self.rank != 0:
-                self._handed_in.append(name)
-                self._send(f"{name}/{self.rank}", mine)
-                # Rank 0 may come as late as this rank may wait, and wait as long for others.
-                self._wait(self._awaited, f"answer/{name}/{self.rank}", step, 2 * self._timeout_s)
-                answered = self._receive(f"answer/{name}/{self.rank}")
-                return msgspec.msgpack.decode(answered, type=of)
-            self._wait(self._awaited, f"{name}/{{}}", step, self._timeout_s)
+            # To ask for all keys takes a second where there are 16,384.
+            self._wait(keys, step, lambda: self._store.add(name, 0) == len(keys), self._timeout_s)
+            self._store.delete_key(name)
             self._forget_those_before()
-            messages = [self._receive(f"{name}/{rank}") for rank in self._awaited]
+            messages = self._store.read(list(keys.values()))
         handed_in = [mine, *(msgspec.msgpack.decode(each, type=type(mine)) for each in messages)]
         own, *answers = answer(handed_in)
         with self._reaching_store():
-            for rank, value in zip(self._awaited, answers, strict=True):
-                self._send(f"answer/{name}/{rank}", value)
+            self._answer(answers)
         return own
+
+    def _ask(self, step: str, message: bytes) -> bytes:
+        """Hand in a message, and count it; return the answer."""
+        key = f"{self._exchange}/{self.rank}"
+        self._store.put({key: message})
+        self._store.add(self._exchange, 1)
+        of_all = self._answer_key(self._exchanges)
+        # Rank 0 may come as late as this rank may wait, and wait as long for others.
+        self._wait({0: of_all}, step, lambda: self._store.check([of_all]), 2 * self._timeout_s)
+        self._store.remove([key])
+        (answered,) = self._store.read([of_all])
+        if answered:
+            return answered
+        own = f"{of_all}.{self.rank}"
+        (answered,) = self._store.read([own])
+        self._store.remove([own])
+        return answered
+
+    def _answer(self, answers: Sequence[Any]) -> None:
+        """Rank 0: answer all by one message; it is empty if each finds one of its own beside it."""
+        # All have read the one before, or they would not have asked again.
+        self._store.remove([self._answer_key(self._exchanges - 1)])
+        of_all = self._answer_key(self._exchanges)
+        if all(each is answers[0] for each in answers):
+            self._store.put({of_all: msgspec.msgpack.encode(answers[0])})
+            return
+        encoded = map(msgspec.msgpack.encode, answers)
+        keys = (f"{of_all}.{rank}" for rank in self._awaited)
+        self._store.put({**dict(zip(keys, encoded, strict=True)), of_all: b""})
+
+    def _answer_key(self, exchange: int) -> str:
+        # Two are enough, and known to who forgets them.
+        return self._key(ANSWER_KEYS[exchange % 2])
 
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed or died."""
@@ -355,33 +402,42 @@ class Ranks:
 
     def _gone(self) -> list[int]:
         """Ranks whose processes are no more, of those that this rank waits for."""
-        for rank in self._awaited:
+        began = time.monotonic()
+        if self._unseen and began >= self._look_at_s:
             # One that has come to a save before is known also if it does not come to this one.
-            if not self._watch.knows(rank) and self._store.check([f"process/{rank}"]):
-                process = self._store.get(f"process/{rank}")
+            keys = {rank: f"process/{rank}" for rank in self._unseen}
+            there = self._store.those_there(list(keys.values()))
+            seen = [rank for rank, is_there in zip(keys, there, strict=True) if is_there]
+            for rank, process in zip(
+                seen, self._store.get_all([keys[rank] for rank in seen]), strict=True
+            ):
                 self._watch.add(rank, msgspec.msgpack.decode(process, type=Process))
+            self._unseen = [
+                rank for rank, is_there in zip(keys, there, strict=True) if not is_there
+            ]
+            self._look_at_s = _next_look(began)
         return self._watch.gone()
 
-    def _has_come(self, rank: int, message: str) -> bool:
-        """Whether a rank of which a message is missed has made this call.
+    def _absent(self, missing: Mapping[int, str]) -> list[int]:
+        """Which ranks, whose messages are missed, have not made this call.
 
-        Raises ValueError if it has made another instead.
+        Raises ValueError if one has made another instead.
         """
-        if rank in self._came:
-            return True
-        if self._store.add(f"calls/{rank}", 0) < self._number:
-            return False
-        called = self._store.get(f"call/{rank}").decode()
-        if called != self._call:
-            # It may have left this call by now: after it sent the message, or failed.
-            self.check()
-            if not self._store.check([self._key(message)]):
-                raise ValueError(
-                    f"rank {rank} called {called} where this rank called {self._call}: all ranks"
-                    " of a group make the same calls, in the same order"
-                )
-        self._came.add(rank)
-        return True
+        ranks = [rank for rank in missing if rank not in self._came]
+        numbers = self._store.numbers([f"calls/{rank}" for rank in ranks])
+        came = [rank for rank, number in zip(ranks, numbers, strict=True) if number >= self._number]
+        called = self._store.get_all([f"call/{rank}" for rank in came])
+        for rank, call in zip(came, called, strict=True):
+            if call.decode() != self._call:
+                # It may have left this call by now: after it sent the message, or failed.
+                self.check()
+                if not self._store.check([missing[rank]]):
+                    raise ValueError(
+                        f"rank {rank} called {call.decode()} where this rank called {self._call}:"
+                        " all ranks of a group make the same calls, in the same order"
+                    )
+        self._came.update(came)
+        return [rank for rank in ranks if rank not in self._came]
 
     @contextlib.contextmanager
     def _reaching_store(self) -> Iterator[None]:
@@ -396,48 +452,69 @@ class Ranks:
                 0, f"cannot be reached by torch.distributed's store: {text}"
             ) from error
 
-    def _wait(self, ranks: Iterable[int], pattern: str, step: str, seconds: float) -> None:
-        """Wait for a message from each of `ranks`, whose key `pattern` has."""
+    def _wait(
+        self,
+        keys: Mapping[int, str],
+        step: str,
+        have_come: Callable[[], bool],
+        seconds: float,
+    ) -> None:
+        """Wait for a message from each of some ranks, which has its key."""
         began = time.monotonic()
-        missing = list(ranks)
-        poll_s, said = POLL_MIN_S, False
-        while True:
-            missing = [
-                rank for rank in missing if not self._store.check([self._key(pattern.format(rank))])
-            ]
-            if not missing:
-                return
+        missing = dict(keys)
+        poll_s, said, look_at_s = POLL_MIN_S, False, self._first_look(began)
+        while not have_come():
             # What has come counts, whoever failed since.
             self.check()
-            waited_s = time.monotonic() - began
-            absent = [rank for rank in missing if not self._has_come(rank, pattern.format(rank))]
-            if waited_s > seconds:
-                if absent:
-                    raise RankFailed(
-                        absent[0],
-                        f"did not call {self._call} within {seconds:.0f} s. All ranks of a group"
-                        f" do; to {self._call} with one alone, give group=fpfs.ALONE",
+            now = time.monotonic()
+            if now >= look_at_s:
+                there = self._store.those_there(list(missing.values()))
+                missing = {
+                    rank: key
+                    for (rank, key), is_there in zip(missing.items(), there, strict=True)
+                    if not is_there
+                }
+                absent = self._absent(missing)
+                look_at_s = _next_look(now)
+                if now - began > seconds:
+                    if not missing:
+                        return  # who has not counted its message is missed by the next exchange
+                    self._give_up(absent, list(missing), step, seconds)
+                if absent and not said and now - began > SAY_AFTER_S:
+                    said = True
+                    logger.warning(
+                        "rank %d waits for %s to call %s", self.rank, named(absent), self._call
                     )
-                raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
-            if absent and not said and waited_s > SAY_AFTER_S:
-                said = True
-                logger.warning(
-                    "rank %d waits for %s to call %s", self.rank, named(absent), self._call
-                )
             # The store's own wait cannot be interrupted, and prints a warning each time it is over.
             time.sleep(poll_s)
-            poll_s = min(2 * poll_s, POLL_MAX_S)
+            poll_s = min(2 * poll_s, self._poll_max_s)
+
+    def _first_look(self, now: float) -> float:
+        """When to find out for whom this rank waits."""
+        return now + (len(self._awaited) - 1) * LOOK_EACH_S
+
+    def _give_up(
+        self, absent: Sequence[int], missing: Sequence[int], step: str, seconds: float
+    ) -> NoReturn:
+        if absent:
+            raise RankFailed(
+                absent[0],
+                f"did not call {self._call} within {seconds:.0f} s. All ranks of a group"
+                f" do; to {self._call} with one alone, give group=fpfs.ALONE",
+            )
+        raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others, and leave when rank 0 has undone what was begun."""
         self.tell(error)
         if self.rank == 0:
             self._set("ended", b"")
+            self._store.delete_key(self._exchange)
         # Then it reads and writes no more messages of this save.
-        elif self._handed_in and self._saw("ended"):
-            for step in self._handed_in:
-                self._receive(f"{step}/{self.rank}")
-                self._receive(f"answer/{step}/{self.rank}")
+        elif self._exchange and self._saw("ended"):
+            own_answers = (f"{self._key(name)}.{self.rank}" for name in ANSWER_KEYS)
+            self._store.remove([f"{self._exchange}/{self.rank}", *own_answers])
+            self._store.delete_key(self._exchange)
 
     def _saw(self, name: str) -> bool:
         """Wait until rank 0 has said something of this save. Whether it has."""
@@ -445,7 +522,7 @@ class Ranks:
         while not self._store.check([self._key(name)]):
             if self._gone() or time.monotonic() > deadline:
                 return False
-            time.sleep(POLL_MAX_S)
+            time.sleep(self._poll_max_s)
         return True
 
     def _forget_those_before(self) -> None:
@@ -454,34 +531,20 @@ class Ranks:
         for number in range(first, self._number):
             for name in ("failed", "ended", "stays"):
                 self._store.delete_key(f"{number}/{name}")
+            self._store.remove([f"{number}/{name}" for name in ANSWER_KEYS])
         self._store.add("forgotten", self._number - first)
-
-    def _send(self, key: str, value: Any) -> None:
-        message = msgspec.msgpack.encode(value)
-        starts = range(0, len(message), MESSAGE_BYTES_MAX) or range(1)
-        # The last one is waited for.
-        for number in reversed(range(len(starts))):
-            content = message[starts[number] : starts[number] + MESSAGE_BYTES_MAX]
-            name = key if number == 0 else f"{key}/{number}"
-            self._set(name, len(starts).to_bytes(4, "little") + content)
-
-    def _receive(self, key: str) -> bytes:
-        """Take a message out of the store; empty if there is none."""
-        if not self._store.check([self._key(key)]):
-            return b""
-        first = self._store.get(self._key(key))
-        count = int.from_bytes(first[:4], "little")
-        names = [self._key(key), *(self._key(f"{key}/{number}") for number in range(1, count))]
-        contents = [first, *(self._store.get(name) for name in names[1:])]
-        for name in names:
-            self._store.delete_key(name)
-        return b"".join(content[4:] for content in contents)
 
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"
 
     def _set(self, name: str, value: bytes) -> None:
         self._store.set(self._key(name), value)
+
+
+def _next_look(began_s: float) -> float:
+    """When to look again for what was looked for since `began_s`."""
+    now = time.monotonic()
+    return now + LOOK_FACTOR * (now - began_s)
 
 
 def _failure_of(error: BaseException, *, rank: int) -> _Failure:

@@ -1,5 +1,7 @@
 """The key-value store of torch.distributed, for which nobody waits longer than a limit.
 
+Messages have any size, and those of many ranks are one call.
+
 A TCPStore waits for an answer for as long as TCP does, which is a quarter of an hour when a link is
 cut, and its own timeouts do not change that. So a thread makes the calls, and whoever waits for it
 gives up.
@@ -12,10 +14,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+VALUE_BYTES_MAX = 4 * 1024 * 1024
+"""TCPStore refuses values above 8 MiB."""
+BATCH_BYTES_MAX = 16 * 1024 * 1024
+BATCH_KEYS_MAX = 10_000
+"""Of one request."""
 
 _NOTHING = "nothing"
 """What no key has as its value."""
@@ -72,6 +80,61 @@ class Store:
         """Remove a key, if it is there."""
         self._call(lambda: self._store.delete_key(key))
 
+    def those_there(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key is there."""
+        return list(self._call(lambda: [self._store.check([key]) for key in keys]))
+
+    def numbers(self, keys: Sequence[str]) -> list[int]:
+        """Return what `add` has added up for each key."""
+        return list(self._call(lambda: [self._store.add(key, 0) for key in keys]))
+
+    def put(self, messages: Mapping[str, bytes]) -> None:
+        """Put messages under their keys, which are there when the messages are."""
+        self._call(lambda: self._put(messages))
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the messages of keys that are there."""
+        return list(self._call(lambda: self._read(keys)))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are there."""
+        return list(self._call(lambda: self._get_all(keys)))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove messages, of those that are there."""
+
+        def remove() -> None:
+            for key in keys:
+                if self._store.check([key]):
+                    for name in [*_names_of_rest(key, self._store.get(key)), key]:
+                        self._store.delete_key(name)
+
+        self._call(remove)
+
+    def _put(self, messages: Mapping[str, bytes]) -> None:
+        values = dict(value for key, message in messages.items() for value in _cut(key, message))
+        for batch in _batches(values):
+            if self._store.has_extended_api():
+                self._store.multi_set(list(batch), list(batch.values()))
+            else:
+                for key, value in batch.items():
+                    self._store.set(key, value)
+
+    def _read(self, keys: Sequence[str]) -> list[bytes]:
+        found = []
+        for key, first in zip(keys, self._get_all(keys), strict=True):
+            rest = self._get_all(_names_of_rest(key, first))
+            found.append(b"".join([first[_COUNT_BYTES:], *(each[_COUNT_BYTES:] for each in rest)]))
+        return found
+
+    def _get_all(self, keys: Sequence[str]) -> list[bytes]:
+        if len(keys) < 2 or not self._store.has_extended_api():
+            return [bytes(self._store.get(key)) for key in keys]
+        found: list[bytes] = []
+        for first in range(0, len(keys), BATCH_KEYS_MAX):
+            found += map(bytes, self._store.multi_get(list(keys[first : first + BATCH_KEYS_MAX])))
+        return found
+
     def _call(self, function: Callable[[], Any]) -> Any:
         call = _Call(function)
         if not self._gone:
@@ -84,6 +147,38 @@ class Store:
     def _make_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             call.make()
+
+
+_COUNT_BYTES = 4
+"""Of each value of a message: how many it has."""
+
+
+def _cut(key: str, message: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield a message's keys and values; the last one is the key that is waited for."""
+    starts = range(0, len(message), VALUE_BYTES_MAX) or range(1)
+    count = len(starts).to_bytes(_COUNT_BYTES, "little")
+    for number in reversed(range(len(starts))):
+        name = key if number == 0 else f"{key}/{number}"
+        yield name, count + message[starts[number] : starts[number] + VALUE_BYTES_MAX]
+
+
+def _names_of_rest(key: str, first: bytes) -> list[str]:
+    return [
+        f"{key}/{number}" for number in range(1, int.from_bytes(first[:_COUNT_BYTES], "little"))
+    ]
+
+
+def _batches(values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    batch: dict[str, bytes] = {}
+    size = 0
+    for key, value in values.items():
+        if batch and (size + len(value) > BATCH_BYTES_MAX or len(batch) == BATCH_KEYS_MAX):
+            yield batch
+            batch, size = {}, 0
+        batch[key] = value
+        size += len(value)
+    if batch:
+        yield batch
 
 
 class _Call:

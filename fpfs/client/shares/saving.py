@@ -132,7 +132,7 @@ class _Nodes(msgspec.Struct):
     checkpoint: Identity
 
 
-class _Opened(msgspec.Struct, array_like=True):
+class Opened(msgspec.Struct, array_like=True):
     """A node's share."""
 
     name: bytes
@@ -145,19 +145,19 @@ class _Opened(msgspec.Struct, array_like=True):
 class _Shares(msgspec.Struct, array_like=True):
     """What a rank learns of the shares that have been made."""
 
-    own: _Opened
+    own: Opened
     """Its node's."""
     sizes: list[int]
-    """Of all, if they are to be copied."""
+    """To the first rank of a node: of all, if they are to be copied."""
 
 
-class _Closed(msgspec.Struct):
+class Closed(msgspec.Struct):
     """What the first rank of a node has finished."""
 
     share: ShareFile | None
 
 
-class _Part(msgspec.Struct):
+class Part(msgspec.Struct):
     """What a rank has written."""
 
     written: Written
@@ -167,12 +167,11 @@ class _Part(msgspec.Struct):
     """Of each of its ranges."""
 
 
-class _Parts(msgspec.Struct):
-    """What rank 0 tells of all parts."""
+class _Described(msgspec.Struct):
+    """What rank 0 tells all when all shares are durable."""
 
+    manifest: bytes
     written: list[Written]
-    crcs: list[int]
-    """To the first rank of a node: of the node's ranges, but for those of texts."""
 
 
 class _Node(NamedTuple):
@@ -331,18 +330,19 @@ class SharesSave:
         if self._copies > 1:
             self._peers.exchange("room", None, lambda ranks: ranks, of=type(None))
         part = self._write_part(opened, threads)
-        parts = self._peers.exchange("part", part, self._join, of=_Parts)
-        own = _Closed(None)
+        # The first rank of a node is told those of its node's ranges, but for those of texts.
+        crcs = self._peers.exchange("part", part, self._join, of=list[int])
+        own = Closed(None)
         if self._share is not None:
-            own = _Closed(self._finish_share(ranges, opened.begin, parts.crcs))
-        manifest = self._peers.exchange("closed", own, self._describe, of=bytes)
+            own = Closed(self._finish_share(ranges, opened.begin, crcs))
+        described = self._peers.exchange("closed", own, self._describe, of=_Described)
         if self._copies > 1:
-            self._copy(manifest, threads)
+            self._copy(described.manifest, threads)
         if self._peers.rank != 0:
             self._stays = None
 
         def commit(ranks: list[None]) -> list[None]:
-            self._write_manifest(manifest)
+            self._write_manifest(described.manifest)
             return ranks
 
         # All that it names is durable.
@@ -350,16 +350,16 @@ class SharesSave:
         self._stays = True
         if self._is_first:
             if self._peers.rank != 0:
-                self._write_manifest(manifest)
+                self._write_manifest(described.manifest)
             self._remove_former()
         self._peers.exchange("end", None, lambda ranks: ranks, of=type(None))
-        return tuple(parts.written)
+        return tuple(described.written)
 
-    def _open(self) -> tuple[Ints, _Opened]:
+    def _open(self) -> tuple[Ints, Opened]:
         """Make the node's share, if this rank is the first; its ranges then, and where it is."""
         node, plan = self._node, self._agreed.plan
         ranges = np.zeros((0, len(Range._fields)), dtype=np.int64)
-        opened = _Opened(b"", 0, 0)
+        opened = Opened(b"", 0, 0)
         if self._is_first:
             found = [node.ranges(plan, member) for member in node.members]
             if node.number == 0:
@@ -369,12 +369,16 @@ class SharesSave:
             self._share = Replacement(self._share_path)
             self._share.reserve(begin + node.bytes)
             name = os.fsencode(os.path.basename(self._share.temporary_path))
-            opened = _Opened(name, begin, begin + node.bytes)
+            opened = Opened(name, begin, begin + node.bytes)
 
-        def answer(opened: list[_Opened]) -> list[_Shares]:
-            own = [opened[rank] for rank in self._firsts]
+        def answer(opened: list[Opened]) -> list[_Shares]:
+            firsts = self._firsts
+            own = [opened[rank] for rank in firsts]
             sizes = [each.file_bytes for each in own] if self._copies > 1 else []
-            return [_Shares(own[number], sizes) for number in self._of_ranks]
+            return [
+                _Shares(own[number], sizes if rank == firsts[number] else [])
+                for rank, number in enumerate(self._of_ranks)
+            ]
 
         shares = self._peers.exchange("share", opened, answer, of=_Shares)
         if self._copies > 1 and self._is_first:
@@ -406,7 +410,7 @@ class SharesSave:
             ranges=[],
         )
 
-    def _write_part(self, opened: _Opened, threads: int) -> _Part:
+    def _write_part(self, opened: Opened, threads: int) -> Part:
         """Write this rank's ranges."""
         started = time.monotonic()
         container, rank = self._agreed.container, self._peers.rank
@@ -440,9 +444,9 @@ class SharesSave:
             crcs.append(crc)
         seconds = time.monotonic() - started
         written = Written(rank, share.bytes, seconds, copied_bytes, threads)
-        return _Part(written, crc32_parts(share.pieces, of_pieces, container), crcs)
+        return Part(written, crc32_parts(share.pieces, of_pieces, container), crcs)
 
-    def _join(self, parts: list[_Part]) -> list[_Parts]:
+    def _join(self, parts: list[Part]) -> list[list[int]]:
         """Rank 0: write what is not tensors' bytes, with their CRC32s."""
         assert self._share is not None
         container = self._agreed.container
@@ -455,12 +459,12 @@ class SharesSave:
         parts[0].written = first._replace(
             bytes=first.bytes + len(text), copied_bytes=first.copied_bytes + len(text)
         )
-        written = [part.written for part in parts if part.written.bytes > 0]
+        self._written = [part.written for part in parts if part.written.bytes > 0]
         crcs: dict[int, list[int]] = {}
         for part, number in zip(parts, self._of_ranks, strict=True):
             crcs.setdefault(number, []).extend(part.crcs)
         # Each node's first rank takes them.
-        return [_Parts(written, crcs.pop(number, [])) for number in self._of_ranks]
+        return [crcs.pop(number, []) for number in self._of_ranks]
 
     def _finish_share(self, ranges: Ints, begin: int, crcs: list[int]) -> ShareFile:
         """Write the header; what the manifest says of the share, which is durable."""
@@ -481,7 +485,7 @@ class SharesSave:
         name = os.path.basename(self._share_path)
         return ShareFile(name, socket.gethostname(), size, begin, zlib.crc32(header))
 
-    def _describe(self, closed: list[_Closed]) -> list[bytes]:
+    def _describe(self, closed: list[Closed]) -> list[_Described]:
         """Rank 0: the manifest, of shares that are durable."""
         found = [each.share for each in closed if each.share is not None]
         manifest = Manifest(
@@ -492,7 +496,7 @@ class SharesSave:
             copies=self._copies,
             shares=tuple(sorted(found, key=lambda share: (len(share.name), share.name))),
         )
-        return [encode_manifest(manifest)] * len(closed)
+        return [_Described(encode_manifest(manifest), self._written)] * len(closed)
 
     def _copy(self, content: bytes, threads: int) -> None:
         """Copy shares to other nodes; returns when all copies are durable."""

@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from fpfs import client
 from fpfs.client import gathering, parallel_file, peers, planning, saving, writing
+from fpfs.client import store as stores
 from fpfs.client.plan import Plan
 from fpfs.client.topology import WRITERS, Topology
 from fpfs.core import transfers
@@ -156,6 +157,41 @@ def save_over_and_over(path: str, times: int) -> list[int]:
             keys.append(store.num_keys())
         dist.barrier()
     return keys
+
+
+def exchange_over_and_over() -> tuple[int, int]:
+    """Returns how many keys the store has in the second half, before the first and at the end."""
+    stores.VALUE_BYTES_MAX = 100
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def call(times: int) -> None:
+        with peers.peers_of(None, timeout_s=60, call="test") as ranks:
+            for time_ in range(times):
+                # Some have several values; a step's name comes again.
+                mine = bytes([rank]) * (37 * time_ + rank)
+                same = time_ % 3 == 0
+
+                def answer(handed_in: list[bytes], same: bool = same) -> list[bytes]:
+                    return [b"".join(handed_in)] * size if same else handed_in[::-1]
+
+                answered = ranks.exchange("step", mine, answer, of=bytes)
+                sizes = [37 * time_ + each for each in range(size)]
+                expected = [bytes([each]) * sizes[each] for each in range(size)]
+                assert answered == (b"".join(expected) if same else expected[size - 1 - rank])
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+
+    for times in (3, 10, 3):
+        call(times)
+    return keys[0], keys[2]
+
+
+def test_exchanges_of_one_call_do_not_meet(forks: Worlds) -> None:
+    for first, last in forks.start(3, exchange_over_and_over).values():
+        assert first == last
 
 
 def test_nothing_is_left_in_the_store(forks: Worlds, path: Path) -> None:
