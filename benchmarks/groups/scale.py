@@ -151,7 +151,7 @@ class _Others:
             pieces = self._plan.share(rank).pieces
             records = {int(piece.record): 0xFEDCBA98 for piece in pieces}
             written = Written(rank, 1 << 30, 1.5, 0, 8)
-            return saving.Part(written, records, [0xFEDCBA98] * len(pieces))
+            return saving.PartWritten(written, records, [0xFEDCBA98] * len(pieces))
         if step == "closed" and is_first:
             name = share_name(node, self.size // PER_NODE, self._checkpoint)
             return saving.Closed(ShareFile(name, f"node{node}", 1 << 30, 1 << 20, 0xFEDCBA98))
@@ -161,9 +161,9 @@ class _Others:
 class _Save(saving.SharesSave):
     """Others write nothing: `_Others` makes up what they would hand in."""
 
-    def _write_part(self, opened: saving.Opened, threads: int) -> saving.Part:
+    def _write_part(self, opened: saving.Opened, threads: int) -> saving.PartWritten:
         del opened, threads
-        return saving.Part(Written(1, 0, 0.0, 0, 1), {}, [])
+        return saving.PartWritten(Written(1, 0, 0.0, 0, 1), {}, [])
 
 
 def be_others(ranks: int, folder: str) -> None:

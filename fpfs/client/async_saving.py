@@ -17,18 +17,19 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
 from fpfs.client.paths import check_threads
-from fpfs.client.peers import Alone, peers_of
+from fpfs.client.peers import Alone, Peers, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
-from fpfs.client.saving import Save, Saved
+from fpfs.client.saving import Finished, Save, Saved
+from fpfs.client.shares.saving import SharesSave
 from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
@@ -45,7 +46,7 @@ class Saving:
 
     def __init__(self, path: str, *, stall_s: float) -> None:
         self.path = path
-        """The file, links followed."""
+        """The file, or directory of shares, links followed."""
         self.stall_s = stall_s
         """How long `AsyncSaver.save` took: training waited so long."""
         self.update_wait_s = 0.0
@@ -77,6 +78,27 @@ class FileToSave(NamedTuple):
     state: Any
     path: str | bytes | os.PathLike[Any]
     lay_out: LayOut = lay_out
+
+
+class _Steps(Protocol):
+    """Of a save: `Save`, `SharesSave`."""
+
+    @property
+    def path(self) -> str: ...
+    def __enter__(self) -> _Steps: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+    def snapshot(self, memory: Memory, *, later: Held) -> None: ...
+    def finish_snapshot(self) -> None: ...
+    def write(self, *, threads: int | None) -> Finished: ...
+    def flush(self) -> None: ...
+
+
+S = TypeVar("S", bound=_Steps)
 
 
 class _UnderWay(NamedTuple):
@@ -174,26 +196,52 @@ class AsyncSaver:
         """
         if not files:
             raise ValueError("there is no file to save")
+
+        def agree(steps: Save) -> None:
+            for file in files:
+                steps.agree(file.state, file.path, self._plan, lay_out=file.lay_out)
+
+        return self._begin("save", Save, agree)
+
+    def save_shares(
+        self, state: Any, directory: str | bytes | os.PathLike[Any], *, copies: int = 1
+    ) -> Saving:
+        """Begin to save `state` over several nodes, as `fpfs.save_shares` does.
+
+        Otherwise as `save`. `Saving.acknowledged` is done with `durable`, when the checkpoint is
+        complete.
+        """
+
+        def steps_of(peers: Peers) -> SharesSave:
+            return SharesSave(peers, copies=copies, timeout_s=self._timeout_s)
+
+        return self._begin(
+            "save_shares", steps_of, lambda steps: steps.agree(state, directory, self._plan)
+        )
+
+    def _begin(
+        self, call: str, steps_of: Callable[[Peers], S], agree: Callable[[S], None]
+    ) -> Saving:
+        """Begin to save what `agree` makes the ranks agree on."""
         if self._closed:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
         self._make_room()
         before = self._updates.saving
         held = self._updates.hold()
-        peers = peers_of(self._group, timeout_s=self._timeout_s)
+        peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
         if peers.size > 1 and self._in_flight > 1:
             raise ValueError(
                 f"in_flight is {self._in_flight}, and a group of {peers.size} ranks has one save"
                 " under way: leave it out, or give group=fpfs.ALONE for files of this rank's own"
             )
-        steps = Save(peers)
+        steps = steps_of(peers)
         steps.__enter__()
         # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
-        entered = [steps]
+        entered: list[_Steps] = [steps]
         memory = self._spare.popleft() if self._spare else Memory()
         try:
-            for file in files:
-                steps.agree(file.state, file.path, self._plan, lay_out=file.lay_out)
+            agree(steps)
             steps.snapshot(memory, later=held)
             saving = Saving(steps.path, stall_s=time.monotonic() - started)
             self._updates.saving = saving
@@ -282,7 +330,7 @@ class AsyncSaver:
         self.close()
 
 
-def _copy(saving: Saving, steps: Save, held: Held) -> None:
+def _copy(saving: Saving, steps: _Steps, held: Held) -> None:
     """What the one thread does with a save: what its optimizers' next step waits for."""
     try:
         steps.finish_snapshot()
@@ -293,7 +341,9 @@ def _copy(saving: Saving, steps: Save, held: Held) -> None:
     saving.staged.set_result(None)
 
 
-def _write(saving: Saving, entered: list[Save], copied: Future[None], threads: int | None) -> None:
+def _write(
+    saving: Saving, entered: list[_Steps], copied: Future[None], threads: int | None
+) -> None:
     """What the other one does with a save that is entered; nothing, if that has been left."""
     try:
         _write_and_tell(saving, entered, copied, threads)
@@ -315,7 +365,7 @@ def _write(saving: Saving, entered: list[Save], copied: Future[None], threads: i
 
 
 def _write_and_tell(
-    saving: Saving, entered: list[Save], copied: Future[None], threads: int | None
+    saving: Saving, entered: list[_Steps], copied: Future[None], threads: int | None
 ) -> None:
     started = time.monotonic()
     try:
@@ -325,15 +375,12 @@ def _write_and_tell(
     with contextlib.ExitStack() as stack:
         stack.push(steps)
         copied.result()
-        finished = steps.write(durable=False, threads=threads)
-        saved = Saved(
-            path=steps.path,
-            bytes=finished.total_bytes,
+        finished = steps.write(threads=threads)
+        saved = finished.saved(
+            steps.path,
             seconds=saving.stall_s + time.monotonic() - started,
             lay_out_s=saving.stall_s,
-            write_s=finished.write_s,
             durable=False,
-            written=finished.written,
         )
         saving.acknowledged.set_result(saved)
         steps.flush()

@@ -138,14 +138,11 @@ def save_safetensors(
             steps.agree(content, file, None, lay_out=how, follow=remove is None)
         laid_out = time.monotonic()
         finished = steps.write(durable=durable, then=remove)
-    return Saved(
-        path=steps.path,
-        bytes=finished.total_bytes,
+    return finished.saved(
+        steps.path,
         seconds=time.monotonic() - started,
         lay_out_s=laid_out - started,
-        write_s=finished.write_s,
         durable=durable,
-        written=finished.written,
     )
 
 

@@ -107,14 +107,11 @@ def save(
         steps.agree(state, path, plan)
         laid_out = time.monotonic()
         finished = steps.write(durable=durable)
-    return Saved(
-        path=steps.path,
-        bytes=finished.total_bytes,
+    return finished.saved(
+        steps.path,
         seconds=time.monotonic() - started,
         lay_out_s=laid_out - started,
-        write_s=finished.write_s,
         durable=durable,
-        written=finished.written,
     )
 
 
@@ -124,6 +121,18 @@ class Finished(msgspec.Struct):
     total_bytes: int
     write_s: float
     written: tuple[Written, ...]
+
+    def saved(self, path: str, *, seconds: float, lay_out_s: float, durable: bool) -> Saved:
+        """Return it with what this rank knows."""
+        return Saved(
+            path=path,
+            bytes=self.total_bytes,
+            seconds=seconds,
+            lay_out_s=lay_out_s,
+            write_s=self.write_s,
+            durable=durable,
+            written=self.written,
+        )
 
 
 class _File:
@@ -245,7 +254,7 @@ class Save:
     def write(
         self,
         *,
-        durable: bool,
+        durable: bool = False,
         threads: int | None = None,
         commit: bool = True,
         then: Callable[[], object] | None = None,

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from fpfs.client.paths import Path
 
+HOLDERS_MAX = 64
+"""Of ranks that see a share, so many read it for others."""
 FAR_BUFFER_BYTES = 4 * 1024 * 1024
 """So much is asked for at once of small tensors."""
 
@@ -115,11 +117,11 @@ class _Seen(msgspec.Struct):
 
 
 class _Sources(msgspec.Struct):
-    """What a rank learns from all that are seen."""
+    """What all learn from what each sees."""
 
     manifest: bytes
-    servers: list[int]
-    """The rank that reads each share for this one; negative: it reads that itself, if anybody."""
+    holders: list[list[int]]
+    """Ranks that see each share, at most `HOLDERS_MAX`."""
     all_near: bool
     """Whether all ranks see all shares."""
 
@@ -132,12 +134,17 @@ def _open(
         return stack.enter_context(opened_shares(names))
     former = None
     while True:
-        manifest, sources = _agree(peers, names, former)
+        manifest, sources, seen = _agree(peers, names, former)
+        far = {
+            number: holders[peers.rank % len(holders)]
+            for number, holders in enumerate(sources.holders)
+            if holders and number not in seen
+        }
         with contextlib.ExitStack() as opening:
             near, gone = dict[int, OpenShare](), False
             paths = paths_of(manifest, names)
-            for number, server in enumerate(sources.servers):
-                if server < 0:
+            for number in range(len(manifest.shares)):
+                if number not in far:
                     path = paths.get(number, manifest.shares[number].name)
                     try:
                         near[number] = opening.enter_context(OpenShare(path, manifest, number))
@@ -154,21 +161,19 @@ def _open(
     if sources.all_near:
         return manifest, [near[number] for number in sorted(near)]
     serving = stack.enter_context(Serving(peers, near, timeout_s=timeout_s))
-    far = {
-        number: FarShare(serving, server, manifest, number)
-        for number, server in enumerate(sources.servers)
-        if server >= 0
-    }
+    shares = {number: FarShare(serving, far[number], manifest, number) for number in far}
     # Of all at once.
-    for share in far.values():
+    for share in shares.values():
         share.begin_opening()
-    for share in far.values():
+    for share in shares.values():
         share.finish_opening()
-    return manifest, [far.get(number) or near[number] for number in range(len(manifest.shares))]
+    return manifest, [shares.get(number) or near[number] for number in range(len(manifest.shares))]
 
 
-def _agree(peers: Ranks, names: list[str], former: Identity | None) -> tuple[Manifest, _Sources]:
-    """Return the newest checkpoint, and who sees its shares.
+def _agree(
+    peers: Ranks, names: list[str], former: Identity | None
+) -> tuple[Manifest, _Sources, set[int]]:
+    """Return the newest checkpoint, who sees its shares, and those that this rank sees.
 
     former: the one that had not all shares; `Missing` is raised if it still is the newest.
     """
@@ -200,20 +205,11 @@ def _agree(peers: Ranks, names: list[str], former: Identity | None) -> tuple[Man
             check_found(manifest, holders.keys(), "any rank's directories")
         count = len(manifest.shares)
         all_near = all(set(each.shares) >= set(range(count)) for each in found)
-        answers = []
-        for rank, each in enumerate(found):
-            own_shares = set(each.shares)
-            servers = [
-                -1
-                if share in own_shares or share not in holders
-                else holders[share][rank % len(holders[share])]
-                for share in range(count)
-            ]
-            answers.append(_Sources(content, servers, all_near))
-        return answers
+        some = [holders.get(share, [])[:HOLDERS_MAX] for share in range(count)]
+        return [_Sources(content, some, all_near)] * len(found)
 
     sources = peers.exchange("seen", seen, tell, of=_Sources)
-    return decode_manifest(sources.manifest, MANIFEST), sources
+    return decode_manifest(sources.manifest, MANIFEST), sources, set(seen.shares)
 
 
 def _seen(names: list[str], checkpoint: Identity | None) -> list[int]:

@@ -34,7 +34,7 @@ from fpfs.client.paths import default_threads, flush, name_file, parents_of_miss
 from fpfs.client.peers import Alone, Peers, Process, Ranks, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
-from fpfs.client.saving import Saved
+from fpfs.client.saving import Finished, Saved
 from fpfs.client.shares.copying import Copies, holders
 from fpfs.client.shares.format import (
     MANIFEST,
@@ -53,7 +53,9 @@ from fpfs.client.shares.format import (
 )
 from fpfs.client.shares.reading import OpenShare, read_manifest
 from fpfs.client.shares.serving import Serving
+from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.updates import NOTHING_HELD, Held
 from fpfs.client.writing import Written, crc32_parts, rest_of, write
 from fpfs.core.temporary_names import target_of
 from fpfs.core.transfers import combine_crc32
@@ -101,16 +103,12 @@ def save_shares(
     with SharesSave(peers, copies=copies, timeout_s=timeout_s) as steps:
         steps.agree(state, directory, plan)
         laid_out = time.monotonic()
-        written = steps.write()
-        write_s = time.monotonic() - laid_out
-    return Saved(
-        path=steps.directory,
-        bytes=steps.file_bytes,
+        finished = steps.write()
+    return finished.saved(
+        steps.path,
         seconds=time.monotonic() - started,
         lay_out_s=laid_out - started,
-        write_s=write_s,
         durable=True,
-        written=written,
     )
 
 
@@ -157,7 +155,7 @@ class Closed(msgspec.Struct):
     share: ShareFile | None
 
 
-class Part(msgspec.Struct):
+class PartWritten(msgspec.Struct):
     """What a rank has written."""
 
     written: Written
@@ -233,9 +231,9 @@ class SharesSave:
         self._peers = peers
         self._copies = copies
         self._timeout_s = timeout_s
-        self.directory = ""
-        """Links followed."""
-        self.file_bytes = 0
+        self.path = ""
+        """The directory, links followed."""
+        self._uncopied: Uncopied = []
         self._made: list[str] = []
         """Directories, from outer to inner."""
         self._share_path = ""
@@ -256,7 +254,7 @@ class SharesSave:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        name_file(error, self.directory)
+        name_file(error, self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(self._peers.__exit__, kind, error, trace)
             if error is not None:
@@ -291,11 +289,10 @@ class SharesSave:
     ) -> None:
         """Lay out the file, make sure that all ranks save the same, and know who writes what."""
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
-        self.file_bytes = self._agreed.container.bytes
-        self.directory = resolve(directory)
-        self._made = _make_directory(self.directory)
-        status = os.stat(self.directory)
-        number = _last_number(self.directory)
+        self.path = resolve(directory)
+        self._made = _make_directory(self.path)
+        status = os.stat(self.path)
+        number = _last_number(self.path)
         site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number)
 
         def answer(sites: list[_Site]) -> list[_Nodes]:
@@ -317,13 +314,27 @@ class SharesSave:
         self._node = _Node.of(found.of_ranks, rank, self._agreed.plan, text_bytes)
         self._is_first = self._node.members[0] == rank
         name = share_name(self._node.number, self._node.nodes, self._checkpoint)
-        self._share_path = os.path.join(self.directory, name)
+        self._share_path = os.path.join(self.path, name)
 
-    def write(self, *, threads: int | None = None) -> tuple[Written, ...]:
-        """Write what was agreed on; returns what each rank has, when the checkpoint is complete.
+    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
+        """Copy what this rank writes: so the tensors may change.
+
+        later: what `finish_snapshot` is to copy.
+        """
+        part = Part(self._agreed.container, self._agreed.plan.share(self._peers.rank), ())
+        ((container, self._uncopied),) = memory.copy([part], later=later)
+        self._agreed = self._agreed._replace(container=container)
+
+    def finish_snapshot(self) -> None:
+        """Copy what `snapshot` has left."""
+        copy_rest(self._uncopied)
+
+    def write(self, *, threads: int | None = None) -> Finished:
+        """Write what was agreed on; returns when the checkpoint is complete, and durable.
 
         threads: how many write. None: this rank's share of as many as there are processors.
         """
+        started = time.monotonic()
         if threads is None:
             threads = max(1, default_threads() // len(self._node.members))
         ranges, opened = self._open()
@@ -353,7 +364,12 @@ class SharesSave:
                 self._write_manifest(described.manifest)
             self._remove_former()
         self._peers.exchange("end", None, lambda ranks: ranks, of=type(None))
-        return tuple(described.written)
+        return Finished(
+            self._agreed.container.bytes, time.monotonic() - started, tuple(described.written)
+        )
+
+    def flush(self) -> None:
+        """Nothing: a checkpoint that is complete survives power loss."""
 
     def _open(self) -> tuple[Ints, Opened]:
         """Make the node's share, if this rank is the first; its ranges then, and where it is."""
@@ -387,7 +403,7 @@ class SharesSave:
                 for share, size in enumerate(shares.sizes)
                 if node.number in holders(share, node.nodes, self._copies)[1:]
             }
-            self._of_others = Copies(self.directory, self._checkpoint, node.nodes, kept)
+            self._of_others = Copies(self.path, self._checkpoint, node.nodes, kept)
         return ranges, shares.own
 
     @property
@@ -405,12 +421,12 @@ class SharesSave:
             checkpoint=self._checkpoint,
             share=self._node.number,
             shares=self._node.nodes,
-            bytes=self.file_bytes,
+            bytes=self._agreed.container.bytes,
             container=self._node.container,
             ranges=[],
         )
 
-    def _write_part(self, opened: Opened, threads: int) -> Part:
+    def _write_part(self, opened: Opened, threads: int) -> PartWritten:
         """Write this rank's ranges."""
         started = time.monotonic()
         container, rank = self._agreed.container, self._peers.rank
@@ -420,7 +436,7 @@ class SharesSave:
             moved = share.table.copy()
             moved[:, 0] = opened.begin + self._node.ranges(self._agreed.plan, rank)[:, 4]
             moved[:, 5] = moved[:, 1]  # run behind run
-            path = os.path.join(self.directory, os.fsdecode(opened.name))
+            path = os.path.join(self.path, os.fsdecode(opened.name))
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 try:
@@ -444,9 +460,9 @@ class SharesSave:
             crcs.append(crc)
         seconds = time.monotonic() - started
         written = Written(rank, share.bytes, seconds, copied_bytes, threads)
-        return Part(written, crc32_parts(share.pieces, of_pieces, container), crcs)
+        return PartWritten(written, crc32_parts(share.pieces, of_pieces, container), crcs)
 
-    def _join(self, parts: list[Part]) -> list[list[int]]:
+    def _join(self, parts: list[PartWritten]) -> list[list[int]]:
         """Rank 0: write what is not tensors' bytes, with their CRC32s."""
         assert self._share is not None
         container = self._agreed.container
@@ -491,7 +507,7 @@ class SharesSave:
         manifest = Manifest(
             version=VERSION,
             checkpoint=self._checkpoint,
-            bytes=self.file_bytes,
+            bytes=self._agreed.container.bytes,
             ranks=self._peers.size,
             copies=self._copies,
             shares=tuple(sorted(found, key=lambda share: (len(share.name), share.name))),
@@ -514,9 +530,9 @@ class SharesSave:
 
     def _write_manifest(self, content: bytes) -> None:
         """Write the manifest, unless that of a later checkpoint is there, of another group."""
-        path = os.path.join(self.directory, MANIFEST)
-        with locked_directory(self.directory):
-            former = read_manifest(self.directory)
+        path = os.path.join(self.path, MANIFEST)
+        with locked_directory(self.path):
+            former = read_manifest(self.path)
             if former is not None and former.checkpoint > self._checkpoint:
                 self._stays = True
                 return
@@ -530,8 +546,8 @@ class SharesSave:
 
     def _remove_former(self) -> None:
         """Remove shares of former checkpoints, and what killed saves have left."""
-        with locked_directory(self.directory):
-            newest = read_manifest(self.directory)
+        with locked_directory(self.path):
+            newest = read_manifest(self.path)
             first = self._checkpoint if newest is None else min(newest.checkpoint, self._checkpoint)
 
             def is_left(found: bytes) -> bool:
@@ -542,7 +558,7 @@ class SharesSave:
                 share = parse_name(os.fsdecode(found))
                 return share is not None and share.checkpoint.number < first.number
 
-            remove_left(os.path.join(self.directory, MANIFEST), of=is_left)
+            remove_left(os.path.join(self.path, MANIFEST), of=is_left)
 
 
 def _last_number(directory: str) -> int:

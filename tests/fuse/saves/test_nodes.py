@@ -49,15 +49,16 @@ def places_of(nodes: list[Mount]) -> list[str]:
     return [str(mount.root / "step") for mount in nodes]
 
 
-def save_and_save(places: list[str], step: int) -> None:
+def save_and_save(places: list[str], step: int, beside: bool) -> None:
     """As a rank: save over and over, of each step another state, until a rank dies."""
     state = {str(number): torch.zeros(500_001, dtype=torch.int32) for number in range(8)}
     own = places[dist.get_rank() * len(places) // dist.get_world_size()]
-    while True:
-        for tensor in state.values():
-            tensor.fill_(step)
-        client.save_shares(state, own)
-        step += 1
+    with client.AsyncSaver() as saver:
+        while True:
+            for tensor in state.values():
+                tensor.fill_(step)
+            (saver.save_shares if beside else client.save_shares)(state, own)
+            step += 1
 
 
 def save_once(places: list[str], step: int) -> None:
@@ -85,7 +86,8 @@ def test_whoever_is_killed_there_is_a_whole_checkpoint(nodes: list[Mount], forks
     last = 0
     for number in range(KILLS):
         first_step = 1000 * (number + 1)
-        world = forks.start(RANKS, save_and_save, places, first_step)
+        beside = chance.random() < 0.5
+        world = forks.start(RANKS, save_and_save, places, first_step, beside)
         wait_until(lambda last=last: number_in(places[0]) > last)
         time.sleep(chance.uniform(0, DELAY_S))
         if number % 2:
