@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -166,3 +167,35 @@ def test_damaged_bytes_are_not_loaded(nodes: list[Mount], forks: Worlds) -> None
     flip(damaged.path, damaged.offset + 77)
     nodes[1].remount()
     assert forks.start(2, load_own, places).values() == [1, 1]
+
+
+def bytes_read(mount: Mount) -> int:
+    """From all devices."""
+    return sum(device.bytes_read for device in mount.status().devices)
+
+
+def load_there(seen: list[list[str]]) -> int:
+    """As a rank that sees some directories."""
+    return step_of(client.load_shares(seen[dist.get_rank()]))
+
+
+@pytest.mark.parametrize(
+    "seen", [[[3], [1], [2], [0]], [[2], [0, 3], [1]], [[], [0], [1], [], [2], [3]]]
+)
+def test_each_byte_is_read_from_a_device_once(
+    tmp_path: Path, forks: Worlds, seen: list[list[int]]
+) -> None:
+    """By as many nodes in another order, by fewer, and by more, of which some see nothing."""
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(mounted()) for _ in range(4)]
+        places = places_of(nodes)
+        forks.start(4, save_once, places, 5).values()
+        for mount in nodes:
+            mount.remount()
+        before = list(map(bytes_read, nodes))
+        own = [[places[number] for number in each] or [str(tmp_path)] for each in seen]
+        assert forks.start(len(seen), load_there, own).values() == [5] * len(seen)
+        for mount, place, already in zip(nodes, places, before, strict=True):
+            total = sum(path.stat().st_size for path in Path(place).iterdir())
+            taken = bytes_read(mount) - already
+            assert taken / total == pytest.approx(1, rel=0.2)
