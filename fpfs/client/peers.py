@@ -24,6 +24,7 @@ import contextlib
 import logging
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -47,6 +48,8 @@ LOOK_FACTOR = 20
 SAY_AFTER_S = 10.0
 """A rank that waits so long for others to come says so in the log."""
 
+CAUSE_CHARS_MAX = 10_000
+"""Of an error, as others are told it: TCPStore refuses values above 8 MiB."""
 ANSWER_KEYS = ("answer/0", "answer/1")
 
 GONE = "its process is no more"
@@ -58,7 +61,8 @@ R = TypeVar("R")
 class RankFailed(RuntimeError):
     """Another rank of the group failed, died or did not come, and so nothing was saved.
 
-    (Or, of a `Saving` that is acknowledged, the new file may not survive power loss.)
+    (Or, of a `Saving` that is acknowledged, the new file may not survive power loss. And who has
+    given up waiting for rank 0 does not know whether that one has saved all the same.)
 
     It is raised on all ranks but the one that failed, which raises its own error.
     """
@@ -185,19 +189,18 @@ class Process(msgspec.Struct, array_like=True):
 
 
 class _Watch:
-    """Which of the other ranks' processes are no more, of those that can be seen from here."""
+    """Which of the other ranks' processes are no more, of those that can be seen from here.
+
+    `gone` is for any thread.
+    """
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
         self._poll = select.poll()
-        self._seen: set[int] = set()
         self._gone: set[int] = set()
-
-    def knows(self, rank: int) -> bool:
-        return rank in self._seen
+        self._polling = threading.Lock()
 
     def add(self, rank: int, process: Process) -> None:
-        self._seen.add(rank)
         if not process.is_near():
             return
         try:
@@ -211,9 +214,10 @@ class _Watch:
         self._poll.register(pidfd, select.POLLIN)
 
     def gone(self, *, wait_s: float = 0.0) -> list[int]:
-        for pidfd, _ in self._poll.poll(wait_s * 1000):
-            self._gone.add(self._pidfds[pidfd])
-        return sorted(self._gone)
+        with self._polling:
+            for pidfd, _ in self._poll.poll(wait_s * 1000):
+                self._gone.add(self._pidfds[pidfd])
+            return sorted(self._gone)
 
     def close(self) -> None:
         for pidfd in self._pidfds:
@@ -254,15 +258,15 @@ class Ranks:
         try:
             with self._reaching_store():
                 self._come()
-        except BaseException:
-            self._store.close()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def _come(self) -> None:
         """Say that this rank has come, and find out which call the others are in."""
-        self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
         self._store.set(f"call/{self.rank}", self._call)
+        # First: a call that fails counts as well.
         self._number = self._store.add(f"calls/{self.rank}", 1)
         missed = (
             max(self._store.numbers([f"calls/{rank}" for rank in self._awaited])) - self._number
@@ -271,6 +275,7 @@ class Ranks:
             if self._failed_without_me():
                 break  # to raise what the others may have left already
             self._number = self._store.add(f"calls/{self.rank}", 1)
+        self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
 
     def _failed_without_me(self) -> bool:
         """Whether this call has failed, and not since this rank did not come."""
@@ -310,6 +315,8 @@ class Ranks:
             # To ask for all keys takes a second where there are 16,384.
             self._wait(keys, step, lambda: self._store.add(name, 0) == len(keys), self._timeout_s)
             self._store.delete_key(name)
+            # One may have handed in its message and given up then.
+            self._check_failed()
             self._forget_those_before()
             messages = self._store.read(list(keys.values()))
         handed_in = [mine, *(msgspec.msgpack.decode(each, type=type(mine)) for each in messages)]
@@ -356,14 +363,16 @@ class Ranks:
         with self._reaching_store():
             # Who has ended, first: a rank that fails says so before it ends.
             gone = self._gone()
-            if self._store.check([self._key("failed")]):
-                content = self._store.get(self._key("failed"))
-                failure = msgspec.msgpack.decode(content, type=_Failure)
-                raise RankFailed(
-                    failure.rank, failure.cause, errno=failure.errno, gone=failure.gone
-                )
+            self._check_failed()
             for rank in gone:
                 raise RankFailed(rank, GONE, gone=True)
+
+    def _check_failed(self) -> None:
+        """Raise RankFailed if a rank has said that it has failed."""
+        if self._store.check([self._key("failed")]):
+            content = self._store.get(self._key("failed"))
+            failure = msgspec.msgpack.decode(content, type=_Failure)
+            raise RankFailed(failure.rank, failure.cause, errno=failure.errno, gone=failure.gone)
 
     def tell(self, error: BaseException) -> None:
         """Let the others know that this rank has failed, unless one has before."""
@@ -511,17 +520,22 @@ class Ranks:
             self._set("ended", b"")
             self._store.delete_key(self._exchange)
         # Then it reads and writes no more messages of this save.
-        elif self._exchange and self._saw("ended"):
+        elif self._exchange and (not self._is_in(0) or self._saw("ended")):
             own_answers = (f"{self._key(name)}.{self.rank}" for name in ANSWER_KEYS)
             self._store.remove([f"{self._exchange}/{self.rank}", *own_answers])
             self._store.delete_key(self._exchange)
+
+    def _is_in(self, rank: int) -> bool:
+        """Whether a rank is in this call by now, and in no later one."""
+        (number,) = self._store.numbers([f"calls/{rank}"])
+        return number == self._number
 
     def _saw(self, name: str) -> bool:
         """Wait until rank 0 has said something of this save. Whether it has."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([self._key(name)]):
-            if self._gone() or time.monotonic() > deadline:
-                return False
+            if self._gone() or not self._is_in(0) or time.monotonic() > deadline:
+                return self._store.check([self._key(name)])
             time.sleep(self._poll_max_s)
         return True
 
@@ -550,9 +564,11 @@ def _next_look(began_s: float) -> float:
 def _failure_of(error: BaseException, *, rank: int) -> _Failure:
     if isinstance(error, RankFailed):
         return _Failure(error.rank, error.cause, error.errno, error.gone)
-    number = error.errno if isinstance(error, OSError) else None
+    number = error.errno if isinstance(error, OSError) and type(error.errno) is int else None
     # A path may hold what is no UTF-8.
     cause = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+    if len(cause) > CAUSE_CHARS_MAX:
+        cause = f"{cause[:CAUSE_CHARS_MAX]}…"
     return _Failure(rank, cause, number, False)
 
 

@@ -52,7 +52,7 @@ class Store:
         """End the thread; it is left alone if the store has gone."""
         self._calls.put(None)
         if not self._gone:
-            self._thread.join()
+            self._thread.join(self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a key a value."""

@@ -81,9 +81,9 @@ def load_shares(
     `Damaged` (a ValueError) of files that are no shares, and RankFailed of what another rank has
     raised.
     """
-    names = resolve_all(directory)
     peers = peers_of(group, timeout_s=timeout_s, call="load_shares")
     with peers, contextlib.ExitStack() as stack:
+        names = resolve_all(directory)
         manifest, shares = _open(peers, names, stack, timeout_s=timeout_s)
         is_near = all(isinstance(share, OpenShare) for share in shares)
         sizes = {} if is_near else {"buffer_bytes": FAR_BUFFER_BYTES}

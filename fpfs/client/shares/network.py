@@ -109,8 +109,14 @@ class Listener:
                     return
                 self._connections.add(connection)
             thread = threading.Thread(target=self._run, args=(connection,), name="fpfs-answer")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.debug("a connection cannot be served: %s", error)
+                self._end(connection)
+                continue
+            self._threads = [each for each in self._threads if each.is_alive()]
             self._threads.append(thread)
-            thread.start()
 
     def _run(self, connection: socket.socket) -> None:
         try:
@@ -128,15 +134,22 @@ class Listener:
             # Whoever needs it asks again, or finds out why not.
             logger.debug("a connection has ended: %s", error)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
 
-def connect(address: Address) -> socket.socket:
-    """Return a connection. Raises ConnectionError that says what became of each address."""
+def connect(address: Address, *, look: Callable[[], object] = bool) -> socket.socket:
+    """Return a connection. Raises ConnectionError that says what became of each address.
+
+    look: called before each one; what it raises ends this.
+    """
     failures = []
     for host in address.hosts:
+        look()
         connection = None
         try:
             connection = socket.create_connection((host, address.port), CONNECT_S)
@@ -181,10 +194,27 @@ def receive(
         view = view[count:]
 
 
-def send_message(connection: socket.socket, message: Any) -> None:
-    """Send a struct."""
+def send(
+    connection: socket.socket, view: memoryview, *, idle: Callable[[], None] | None = None
+) -> None:
+    """Send memory; `idle` and TimeoutError as `receive` has them."""
+    while view:
+        try:
+            count = connection.send(view)
+        except TimeoutError:
+            if idle is None:
+                raise
+            idle()
+            continue
+        view = view[count:]
+
+
+def send_message(
+    connection: socket.socket, message: Any, *, idle: Callable[[], None] | None = None
+) -> None:
+    """Send a struct; `idle` and errors as `receive` has them."""
     content = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(content)) + content)
+    send(connection, memoryview(_LENGTH.pack(len(content)) + content), idle=idle)
 
 
 def receive_message(
@@ -248,6 +278,7 @@ __all__ = [
     "connect",
     "receive",
     "receive_message",
+    "send",
     "send_message",
     "shut_down",
 ]

@@ -31,7 +31,7 @@ from fpfs.client.agreement import Agreed, agree
 from fpfs.client.boxes import Ints
 from fpfs.client.container import Container, Text, lay_out
 from fpfs.client.paths import default_threads, flush, name_file, parents_of_missing, resolve
-from fpfs.client.peers import Alone, Peers, Process, Ranks, peers_of
+from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
 from fpfs.client.saving import Finished, Saved
@@ -120,6 +120,7 @@ class _Site(msgspec.Struct, array_like=True):
     inode: int
     number: int
     """`_last_number`."""
+    copies: int
 
 
 class _Nodes(msgspec.Struct):
@@ -226,8 +227,6 @@ class SharesSave:
     """
 
     def __init__(self, peers: Peers, *, copies: int, timeout_s: float) -> None:
-        if type(copies) is not int or copies < 1:
-            raise ValueError(f"copies is {copies!r}: give how many nodes keep each share")
         self._peers = peers
         self._copies = copies
         self._timeout_s = timeout_s
@@ -288,14 +287,23 @@ class SharesSave:
         self, state: Any, directory: str | bytes | os.PathLike[Any], plan: Plan | None
     ) -> None:
         """Lay out the file, make sure that all ranks save the same, and know who writes what."""
+        if type(self._copies) is not int or self._copies < 1:
+            raise ValueError(f"copies is {self._copies!r}: give how many nodes keep each share")
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
         self.path = resolve(directory)
         self._made = _make_directory(self.path)
         status = os.stat(self.path)
         number = _last_number(self.path)
-        site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number)
+        site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number, self._copies)
 
         def answer(sites: list[_Site]) -> list[_Nodes]:
+            for other, site in enumerate(sites):
+                if site.copies != self._copies:
+                    raise RankFailed(
+                        other,
+                        f"keeps {site.copies} copies, and rank 0 {self._copies}: all ranks give"
+                        " the same",
+                    )
             places = [(site.kernel, site.device, site.inode) for site in sites]
             numbers = {place: node for node, place in enumerate(dict.fromkeys(places))}
             of_ranks = [numbers[place] for place in places]

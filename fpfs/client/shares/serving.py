@@ -162,7 +162,7 @@ class Serving:
 
         places = [(offset, count) for _, count, offset in pieces]
         try:
-            network.send_message(connection, _Question(share, places))
+            network.send_message(connection, _Question(share, places), idle=look)
             answer = network.receive_message(connection, _Answer, idle=look)
             if answer.errno is None:
                 for address, count, _ in pieces:
@@ -203,7 +203,7 @@ class Serving:
             poll_s = min(2 * poll_s, POLL_MAX_S)
         address = msgspec.msgpack.decode(published, type=network.Address)
         try:
-            connection = network.connect(address)
+            connection = network.connect(address, look=lambda: self._look(server, deadline_s))
         except ConnectionError as error:
             self._find_out(server, f"cannot be reached: {error}")
         connection.settimeout(IDLE_S)

@@ -108,6 +108,57 @@ def test_a_connection_that_has_gone_again_is_not_the_last(monkeypatch: pytest.Mo
     assert not failures
 
 
+def test_a_connection_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as listener:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", without_threads)
+            with pytest.raises(ConnectionError, match="the other end is closed|reset by peer"):
+                network.connect(listener.address)
+        network.connect(listener.address).close()
+    assert threads() == []
+
+
+def without_threads(self: threading.Thread) -> None:
+    """As Thread.start where a process may have no more."""
+    raise RuntimeError("can't start new thread")
+
+
+class GivenUpError(Exception):
+    """What who waits is told."""
+
+
+def give_up() -> None:
+    raise GivenUpError
+
+
+def test_who_waits_for_another_can_give_up() -> None:
+    with pytest.raises(GivenUpError):
+        network.connect(Address(["240.0.0.1"], 1, b"", b""), look=give_up)
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(0.01)
+        idle = iter([None, None, GivenUpError])
+
+        def look() -> None:
+            if next(idle) is GivenUpError:
+                raise GivenUpError
+
+        with pytest.raises(GivenUpError):
+            network.receive(near, memoryview(bytearray(1)), idle=look)
+        # Until it has said so, what is sent is sent in as many parts as there is room for.
+        message = os.urandom(4 * 1024 * 1024)
+        received = bytearray()
+
+        def take_some() -> None:
+            received.extend(far.recv(1 << 20))
+
+        network.send(near, memoryview(message), idle=take_some)
+        near.close()
+        while content := far.recv(1 << 20):
+            received += content
+        assert received == message
+
+
 def test_interfaces_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(network.INTERFACES, "lo")
     with listening() as listener:

@@ -1,0 +1,198 @@
+"""Ranks that do not make a call together: one fails before it begins, is too late, or gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpfs import client
+from fpfs.client import peers, writing
+from tests.support.ranks import Worlds
+from tests.support.states import FORMER, is_as_before, large_state, own_directory
+
+LONG_S = 1000.0
+"""A timeout that a test does not live to see."""
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """The type and text of what a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def default_store() -> dist.Store:
+    """Of all ranks."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def fail_at_the_beginning(path: str, failing: int) -> list[str]:
+    """As a rank: save three times; of the first call one rank fails before it does anything."""
+    own, said = peers.Process.own, []
+
+    def fail() -> peers.Process:
+        peers.Process.own = staticmethod(own)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    if dist.get_rank() == failing:
+        peers.Process.own = staticmethod(fail)
+    for step in range(3):
+        state = {"weight": torch.full((300_000,), float(step))}
+        said.append(said_of(lambda state=state: client.save(state, path, timeout_s=LONG_S)))
+    return said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_call_that_fails_at_its_beginning_counts(forks: Worlds, path: Path, failing: int) -> None:
+    outcomes = forks.start(3, fail_at_the_beginning, path, failing).values()
+    cause = "OSError: [Errno 24] Too many open files"
+    assert outcomes.pop(failing) == [cause, "done", "done"]
+    assert outcomes == [[f"RankFailed: rank {failing}: {cause}", "done", "done"]] * 2
+    assert client.load(path)["weight"].unique().tolist() == [2.0]
+
+
+def call_wrongly(root: str) -> list[str]:
+    """As a rank: rank 1 gives what cannot be."""
+    wrong = dist.get_rank() == 1
+    own = own_directory(root, 2)
+    calls: list[Callable[[], object]] = [
+        lambda: client.load_shares(7 if wrong else own, timeout_s=LONG_S),  # type: ignore[arg-type]
+        lambda: client.save_shares({}, own, copies=0 if wrong else 1, timeout_s=LONG_S),
+        lambda: client.save_shares({}, own, copies=2 if wrong else 1, timeout_s=LONG_S),
+        lambda: client.save_shares({}, 7 if wrong else own, timeout_s=LONG_S),  # type: ignore[arg-type]
+        lambda: client.save_shares({}, own, timeout_s=LONG_S),
+    ]
+    return [said_of(call) for call in calls]
+
+
+def test_wrong_arguments_of_one_rank(forks: Worlds, tmp_path: Path) -> None:
+    right, wrong = forks.start(2, call_wrongly, str(tmp_path)).values()
+    copies = "keeps 2 copies, and rank 0 1: all ranks give the same"
+    no_path = "TypeError: fpfs takes a path, not int"
+    assert [each.partition(":")[0] for each in wrong[:2]] == ["TypeError", "ValueError"]
+    assert wrong[2] == right[2] == f"RankFailed: rank 1: {copies}"
+    for number, cause in ((0, no_path), (1, "ValueError: copies is 0"), (3, no_path)):
+        assert wrong[number].startswith(cause)
+        assert right[number] == f"RankFailed: rank 1: {wrong[number]}"
+    assert right[4] == wrong[4] == "done"
+
+
+def give_up_on_rank_0(path: str) -> str:
+    """As a rank: rank 0 writes for longer than others wait."""
+    if dist.get_rank() == 0:
+
+        def write(*arguments: Any, **options: Any) -> Any:
+            default_store().wait(["1 gave up", "2 gave up"])
+            return sound(*arguments, **options)
+
+        sound = writing.write_pieces
+        writing.write_pieces = write  # type: ignore[assignment]
+    tell = peers.Ranks.tell
+
+    def tell_and_say(self: peers.Ranks, error: BaseException) -> None:
+        tell(self, error)
+        default_store().set(f"{self.rank} gave up", "")
+
+    peers.Ranks.tell = tell_and_say  # type: ignore[method-assign]
+    return said_of(lambda: client.save(large_state(seed=3), path, timeout_s=1.0))
+
+
+def test_what_others_gave_up_is_not_saved(forks: Worlds, path: Path) -> None:
+    client.save(FORMER, path)
+    first, *others = forks.start(3, give_up_on_rank_0, path).values()
+    for each in others:
+        assert each.startswith("RankFailed: rank 0: gave no sign for 2 s (part)")
+    assert first in others
+    assert is_as_before(path)
+
+
+class Unpicklable:
+    """Raises what it is told to."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        """Fail to be pickled."""
+        raise self._error
+
+
+def fail_oddly(path: str) -> list[str]:
+    """As a rank: rank 1 fails of what is hard to tell."""
+    said = []
+    for error in (ValueError("x" * 9_000_000), OSError("backend", "detail")):
+        state = {"bad": Unpicklable(error) if dist.get_rank() == 1 else None}
+        said.append(said_of(lambda state=state: client.save(state, path, timeout_s=LONG_S))[:100])
+    client.save({}, path)
+    return said
+
+
+def test_errors_that_are_hard_to_tell(forks: Worlds, path: Path) -> None:
+    right, wrong = forks.start(2, fail_oddly, path).values()
+    for told, own in zip(right, wrong, strict=True):
+        assert told == f"RankFailed: rank 1: {own}"[:100]
+    assert wrong[0].startswith("ValueError: xxx")
+    assert wrong[1] == "OSError: [Errno backend] detail"
+
+
+def interrupt_waiting(path: str) -> str:
+    """As a rank: rank 1 is interrupted while it waits for rank 0, which comes then."""
+    if dist.get_rank() == 0:
+        default_store().wait(["interrupted"])
+        return said_of(lambda: client.save({}, path, timeout_s=LONG_S))
+    wait = peers.Ranks._wait
+
+    def be_interrupted(self: peers.Ranks, *arguments: Any) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        wait(self, *arguments)
+
+    peers.Ranks._wait = be_interrupted  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        client.save({}, path, timeout_s=LONG_S)
+    default_store().set("interrupted", "")
+    return "interrupted"
+
+
+def test_who_waits_for_rank_0_can_be_interrupted(forks: Worlds, path: Path) -> None:
+    first, second = forks.start(2, interrupt_waiting, path).values()
+    assert second == "interrupted"
+    assert first == "RankFailed: rank 1: KeyboardInterrupt: "
+    assert not path.exists()
+
+
+def miss_calls(path: str) -> list[int]:
+    """As a rank: rank 0 misses calls; returns how many keys the store has when all have saved."""
+    state, keys = large_state(seed=3), []
+    for round_ in range(3):
+        if dist.get_rank() != 0 and round_ > 0:
+            with pytest.raises(client.RankFailed, match="rank 0: did not call save within 0 s"):
+                client.save(state, path, timeout_s=0.1)
+        dist.barrier()
+        for _ in range(3):
+            with contextlib.suppress(client.RankFailed):
+                client.save(state, path)
+                break
+        dist.barrier()
+        client.save(state, path)
+        dist.barrier()
+        keys.append(default_store().num_keys())
+        dist.barrier()
+    return keys
+
+
+def test_nothing_is_left_of_calls_that_rank_0_missed(forks: Worlds, path: Path) -> None:
+    for keys in forks.start(3, miss_calls, path).values():
+        assert keys[1:] == keys[:1] * 2
