@@ -171,6 +171,44 @@ def test_a_rank_that_fails(forks: Worlds, tmp_path: Path, what: str, rank: int) 
         assert errors[1 - rank] == f"RankFailed: rank {rank}: ValueError: the file has no other"
 
 
+def fail_while_others_read(root: str) -> None:
+    """As a rank: 1 fails while 0 reads from it, and is not done with that until 0 has ended."""
+    store = dist.distributed_c10d._get_default_store()
+    read, close = serving.Serving._read, serving.Serving.close
+    asked, closing = threading.Event(), threading.Event()
+
+    def begin_reading(*arguments: Any) -> Any:
+        asked.set()
+        closing.wait()
+        return read(*arguments)
+
+    def fail_when_asked(*_: object, **__: object) -> Any:
+        asked.wait()
+        fail()
+
+    def close_slowly(self: serving.Serving) -> None:
+        closing.set()
+        close(self)
+        store.wait(["0 has ended"])
+
+    if dist.get_rank() == 1:
+        serving.Serving._read = begin_reading  # type: ignore[method-assign]
+        serving.Serving.close = close_slowly  # type: ignore[method-assign]
+        loading.restore = fail_when_asked
+    try:
+        load_shares(own_directory(root, 2), timeout_s=900)
+    finally:
+        store.set(f"{dist.get_rank()} has ended", "")
+
+
+def test_who_fails_says_so_before_its_connections_end(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_large, str(tmp_path), 2).values()
+    outcomes = forks.start(2, fail_while_others_read, str(tmp_path)).outcomes()
+    cause = "OSError: [Errno 5] Input/output error"
+    assert str(outcomes[1].error).startswith(cause)
+    assert str(outcomes[0].error).startswith(f"RankFailed: rank 1: {cause}")
+
+
 def fail_again_and_again(root: str) -> None:
     """As a rank: load as often as one rank fails while others read; nothing is left of it."""
     place = own_directory(root, 2)
