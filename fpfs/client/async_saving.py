@@ -33,6 +33,7 @@ from fpfs.client.shares.saving import SharesSave
 from fpfs.client.snapshot import Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
+from fpfs.client.writing import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Saving:
     """A save that is under way."""
 
-    def __init__(self, path: str, *, stall_s: float) -> None:
+    def __init__(self, path: str, *, stall_s: float, progress: Progress) -> None:
         self.path = path
         """The file, or directory of shares, links followed."""
         self.stall_s = stall_s
@@ -57,18 +58,29 @@ class Saving:
         """Done when the name has the new file, whatever process dies."""
         self.durable: Future[Saved] = Future()
         """Done when file and name survive power loss."""
+        self._progress = progress
         for future in (self.staged, self.acknowledged, self.durable):
             # Who gives up waiting for one, as asyncio does, cannot cancel it.
             future.set_running_or_notify_cancel()
 
+    @property
+    def bytes_to_write(self) -> int:
+        """What this rank writes in all."""
+        return self._progress.total_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """What this rank has written by now. They are not durable yet."""
+        return self._progress.bytes_written
+
     def __repr__(self) -> str:
-        state = "under way"
+        state = f"under way, {self.bytes_written} of {self.bytes_to_write} bytes written"
         if self.durable.done():
             state = "failed" if self.durable.exception() else "durable"
         elif self.acknowledged.done():
             state = "acknowledged"
         elif self.staged.done():
-            state = "staged"
+            state = state.replace("under way", "staged")
         return f"<Saving {self.path}: {state}>"
 
 
@@ -82,6 +94,8 @@ class FileToSave(NamedTuple):
 
 class _Steps(Protocol):
     """Of a save: `Save`, `SharesSave`."""
+
+    progress: Progress
 
     @property
     def path(self) -> str: ...
@@ -243,7 +257,8 @@ class AsyncSaver:
         try:
             agree(steps)
             steps.snapshot(memory, later=held)
-            saving = Saving(steps.path, stall_s=time.monotonic() - started)
+            stall_s = time.monotonic() - started
+            saving = Saving(steps.path, stall_s=stall_s, progress=steps.progress)
             self._updates.saving = saving
             copied = self._copying.submit(_copy, saving, steps, held)
             self._under_way.append(_UnderWay(saving, memory))

@@ -32,7 +32,7 @@ from fpfs.client.replacement import Replacement, locked_directory, remove_left
 from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
-from fpfs.client.writing import Done, Located, Task, Written, rest_of, write, write_share
+from fpfs.client.writing import Done, Located, Progress, Task, Written, rest_of, write, write_share
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
@@ -147,6 +147,12 @@ class _File:
         """Rank 0's, from when it is written on."""
         self.is_written = False
 
+    def bytes_of(self, rank: int) -> int:
+        """What a rank writes."""
+        share = self.plan.share(rank)
+        texts = [*share.texts, *(self.plan.rest if rank == 0 else ())]
+        return share.bytes + sum(self.container.text_part(number).bytes for number in texts)
+
     def make(self, ranks: list[Located]) -> list[Task]:
         """Rank 0: make the file, with room for all of it, and tell where everything is."""
         self.replacement = Replacement(self.path)
@@ -165,11 +171,11 @@ class _File:
             tasks.append(Task(path, sources))
         return tasks
 
-    def write_rest(self, parts: list[Done]) -> tuple[Written, ...]:
+    def write_rest(self, parts: list[Done], progress: Progress) -> tuple[Written, ...]:
         """Rank 0: write what had to wait for all CRC32s."""
         assert self.replacement is not None
         rest = rest_of(self.plan.rest, [part.crcs for part in parts], self.container)
-        write(rest, self.container, fd=self.replacement.fd, threads=1)
+        write(rest, self.container, fd=self.replacement.fd, threads=1, progress=progress)
         rest_bytes = sum(self.container.text_part(number).bytes for number in rest.texts)
         own = parts[0].written
         parts[0].written = own._replace(bytes=own.bytes + rest_bytes)
@@ -187,6 +193,8 @@ class Save:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._files: list[_File] = []
+        self.progress = Progress()
+        """Of this rank."""
 
     @property
     def path(self) -> str:
@@ -231,7 +239,9 @@ class Save:
         follow: links; otherwise `path` is absolute, and what is there is replaced itself.
         """
         name = resolve(path) if follow else os.fsdecode(path)
-        self._files.append(_File(name, agree(self._peers, state, plan, lay_out, path=name)))
+        file = _File(name, agree(self._peers, state, plan, lay_out, path=name))
+        self._files.append(file)
+        self.progress.total_bytes += file.bytes_of(self._peers.rank)
 
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
@@ -319,13 +329,15 @@ class Save:
         try:
             task = self._peers.exchange("share", located, file.make, of=Task)
             own_fd = -1 if file.replacement is None else file.replacement.fd
-            done = write_share(share, task, file.container, self._peers, own_fd, threads)
+            done = write_share(
+                share, task, file.container, self._peers, own_fd, threads, self.progress
+            )
         except OSError as error:
             name_file(error, file.path)
             raise
 
         def finish(parts: list[Done]) -> list[Finished]:
-            written = file.write_rest(parts)
+            written = file.write_rest(parts, self.progress)
             seconds = time.monotonic() - started
             if then is not None:
                 then()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,11 +20,41 @@ from fpfs.client.gathering import Source, Strip, gone_of, strips_of
 from fpfs.client.peers import GONE, Peers, RankFailed
 from fpfs.client.plan import NO_PIECES, Piece, Share
 from fpfs.core.mounts import mount_containing
-from fpfs.core.transfers import combine_crc32, run_to_end, write_pieces
+from fpfs.core.transfers import PieceWriter, combine_crc32, run_to_end, write_pieces
 
 REQUEST_BYTES = 256 * 1024
 """So small that what was summed up is still in the processor's cache when the kernel copies it:
 3.4 GB/s instead of 2.7 with 1 MiB (Xeon with 2 MiB of L2 a core, 2 cores, November 2026)."""
+
+
+class Progress:
+    """How much of its part of a save a rank has written. For any thread."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        """Of the files that are agreed on by now."""
+        self._lock = threading.Lock()
+        self._before = 0
+        self._writer: PieceWriter | None = None
+
+    @property
+    def bytes_written(self) -> int:
+        """So far."""
+        with self._lock:
+            return self._before + (0 if self._writer is None else self._writer.bytes_written)
+
+    @contextlib.contextmanager
+    def follow(self, writer: PieceWriter) -> Iterator[None]:
+        """Count what is written meanwhile."""
+        with self._lock:
+            self._writer = writer
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._before += writer.bytes_written
+                # It has the memory that it writes.
+                self._writer = None
 
 
 class Written(NamedTuple):
@@ -61,7 +93,13 @@ class Done(msgspec.Struct):
 
 
 def write_share(
-    share: Share, task: Task, container: Container, peers: Peers, own_fd: int, threads: int
+    share: Share,
+    task: Task,
+    container: Container,
+    peers: Peers,
+    own_fd: int,
+    threads: int,
+    progress: Progress,
 ) -> Done:
     """Write what this rank has to, by `own_fd` if that is open."""
     started = time.monotonic()
@@ -78,6 +116,7 @@ def write_share(
                 container,
                 fd=fd,
                 threads=threads,
+                progress=progress,
                 gathered=task.sources,
                 strips=strips,
                 check=peers.check,
@@ -118,6 +157,7 @@ def write(
     *,
     fd: int,
     threads: int,
+    progress: Progress | None = None,
     gathered: Collection[int] = (),
     strips: Sequence[Strip] = (),
     check: Callable[[], object] = lambda: None,
@@ -161,7 +201,8 @@ def write(
         request_bytes=REQUEST_BYTES,
         threads=threads,
     )
-    run_to_end(writer, check=check)
+    with (progress or Progress()).follow(writer):
+        run_to_end(writer, check=check)
     crcs: list[list[int]] = [[] for _ in share.pieces]
     for (*_, index), crc in zip(runs, writer.crc32(), strict=True):
         if index >= 0:
@@ -213,4 +254,14 @@ def _in_memory(record: Record, piece: Piece) -> tuple[int, Any]:
     return copy.data_ptr() - piece.start, copy
 
 
-__all__ = ["Done", "Located", "Task", "Written", "crc32_parts", "rest_of", "write", "write_share"]
+__all__ = [
+    "Done",
+    "Located",
+    "Progress",
+    "Task",
+    "Written",
+    "crc32_parts",
+    "rest_of",
+    "write",
+    "write_share",
+]

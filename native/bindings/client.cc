@@ -127,6 +127,8 @@ nb::class_<Transfer<T>> bind_transfer(nb::module_& module, const char* name) {
 void bind_client(nb::module_& module) {
   bind_transfer<PieceWriter>(module, "PieceWriter")
       .def("crc32", [](Transfer<PieceWriter>& self) { return self.native->crc32(); })
+      .def_prop_ro("bytes_written",
+                   [](Transfer<PieceWriter>& self) { return self.native->bytes_written(); })
       .def_prop_ro("copied_bytes",
                    [](Transfer<PieceWriter>& self) { return self.native->copied_bytes(); });
   bind_transfer<PieceReader>(module, "PieceReader");

@@ -56,7 +56,7 @@ from fpfs.client.shares.serving import Serving
 from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
-from fpfs.client.writing import Written, crc32_parts, rest_of, write
+from fpfs.client.writing import Progress, Written, crc32_parts, rest_of, write
 from fpfs.core.temporary_names import target_of
 from fpfs.core.transfers import combine_crc32
 
@@ -232,6 +232,8 @@ class SharesSave:
         self._timeout_s = timeout_s
         self.path = ""
         """The directory, links followed."""
+        self.progress = Progress()
+        """Of this rank: of what tensors have."""
         self._uncopied: Uncopied = []
         self._made: list[str] = []
         """Directories, from outer to inner."""
@@ -290,6 +292,7 @@ class SharesSave:
         if type(self._copies) is not int or self._copies < 1:
             raise ValueError(f"copies is {self._copies!r}: give how many nodes keep each share")
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
+        self.progress.total_bytes = self._agreed.plan.share(self._peers.rank).bytes
         self.path = resolve(directory)
         self._made = _make_directory(self.path)
         status = os.stat(self.path)
@@ -453,6 +456,7 @@ class SharesSave:
                         container,
                         fd=fd,
                         threads=threads,
+                        progress=self.progress,
                         check=self._peers.check,
                     )
                 finally:

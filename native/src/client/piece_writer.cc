@@ -87,6 +87,7 @@ class PieceWriter::Run {
   Crew& crew() { return crew_; }
   std::vector<uint32_t> crc32() const;
   uint64_t copied_bytes() const { return copied_bytes_; }
+  uint64_t bytes_written() const { return bytes_written_.load(std::memory_order_relaxed); }
 
  private:
   // Pieces, or parts of them, that follow each other without a gap.
@@ -123,6 +124,7 @@ class PieceWriter::Run {
   std::vector<Part> parts_;  // each is written by one thread, and read when none is missing
   std::vector<std::atomic<uint32_t>> parts_missing_;  // of each piece
   std::atomic<uint64_t> copied_bytes_{0};
+  std::atomic<uint64_t> bytes_written_{0};
   Crew crew_;  // last: its threads end before the rest goes
 };
 
@@ -187,7 +189,9 @@ Status PieceWriter::Run::write(const Request& request, CopyBuffer& buffer) {
   if (!data.ok()) return data.status();
   crew_.told();
   if (!enter_crcs(request, data.value())) return {};
-  return write_whole(config_.fd, data.value(), request.bytes, request.offset);
+  Status status = write_whole(config_.fd, data.value(), request.bytes, request.offset);
+  if (status.ok()) bytes_written_.fetch_add(request.bytes, std::memory_order_relaxed);
+  return status;
 }
 
 // Computes the CRC32s of what the request holds; copies it, unless `copy` is null. Returns where
@@ -290,5 +294,7 @@ Status PieceWriter::status() const { return run_->crew().status(); }
 std::vector<uint32_t> PieceWriter::crc32() const { return run_->crc32(); }
 
 uint64_t PieceWriter::copied_bytes() const { return run_->copied_bytes(); }
+
+uint64_t PieceWriter::bytes_written() const { return run_->bytes_written(); }
 
 }  // namespace fpfs

@@ -56,6 +56,8 @@ class PieceWriter {
   bool wait(double seconds);
   // No request begins after that.
   void cancel();
+  // So far. For any thread.
+  uint64_t bytes_written() const;
 
   // The rest may be called once wait() has returned true.
 

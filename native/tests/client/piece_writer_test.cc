@@ -113,6 +113,7 @@ TEST_CASE("piece writer: what lies in one piece is not copied") {
   const auto writer = started.take();
   REQUIRE(writer->wait(kLong));
   CHECK(writer->copied_bytes() == 0);
+  CHECK(writer->bytes_written() == text.size());
   CHECK(content(file.get()) == text);
 }
 
@@ -135,6 +136,7 @@ TEST_CASE("piece writer: the first failure ends it") {
   const auto writer = started.take();
   REQUIRE(writer->wait(kLong));
   CHECK(writer->status().error() == ENOSPC);
+  CHECK(writer->bytes_written() == 0);
 }
 
 TEST_CASE("piece reader: random pieces come back") {

@@ -513,6 +513,31 @@ def test_several_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other.pt"]
 
 
+def test_how_much_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers, held, go = threading.Semaphore(2), threading.Event(), threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        # The first file's tensors, and what had to wait for these.
+        if not writers.acquire(blocking=False):
+            held.set()
+            assert go.wait(60)
+        return transfers.write_pieces(*arguments, **options)
+
+    monkeypatch.setattr(writing, "write_pieces", write)
+    with AsyncSaver() as saver:
+        files = two_files(tmp_path, 1)
+        began = saver.save_files(files)
+        assert held.wait(60)
+        size = sum(tensor.nbytes for tensor in files[0].state.values())
+        assert size <= began.bytes_written < size + 10_000
+        written, total = began.bytes_written, began.bytes_to_write
+        assert f"staged, {written} of {total} bytes written" in repr(began)
+        go.set()
+        saved = began.durable.result(60)
+        assert saved.bytes - 10_000 < began.bytes_written == total <= saved.bytes
+        assert repr(began) == f"<Saving {tmp_path / 'other.pt'}: durable>"
+
+
 def test_none_of_several_files_is_there_if_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

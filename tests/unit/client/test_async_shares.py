@@ -47,6 +47,7 @@ def save_beside(root: str, nodes: int, copies: int) -> list[Any]:
             assert began.acknowledged.result(0) == saved._replace(
                 seconds=began.acknowledged.result(0).seconds, durable=False
             )
+            assert began.bytes_written == began.bytes_to_write > 0
             found.append([began.path == saved.path == directory, len(saved.written)])
     return found
 
