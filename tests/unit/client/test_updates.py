@@ -354,6 +354,37 @@ def test_tensors_of_inference_mode_are_copied_at_once(path: Path) -> None:
     assert torch.load(path)["weight"].unique().tolist() == [1]
 
 
+class Named(torch.Tensor):
+    """Of another class."""
+
+
+def test_tensors_of_other_kinds_are_copied_at_once(path: Path, copy_on: Callable[[], None]) -> None:
+    """Those of a subclass, and sparse ones, with which an optimizer makes steps."""
+    named = torch.nn.Parameter(torch.ones(1000).as_subclass(Named))
+    assert type(named) is Named
+    embedding = torch.nn.Embedding(100, 10, sparse=True)
+    optimizer = torch.optim.SGD([named, *embedding.parameters()], lr=0.1)
+    sparse = torch.eye(100).to_sparse()
+    optimizer.state[named]["sparse"] = sparse
+    state = {"named": named.detach(), "sparse": sparse, "embedding": embedding.state_dict()}
+    before = {"sparse": sparse.clone(), "embedding": copy.deepcopy(embedding.state_dict())}
+    with AsyncSaver(optimizers=optimizer) as saver:
+        saving = saver.save(state, path)
+        with torch.no_grad():
+            named.zero_()
+        sparse._values().zero_()
+        (named.sum() + embedding(torch.arange(50)).sum()).backward()
+        when_awaited(saving, copy_on)
+        optimizer.step()
+        assert saving.durable.exception(60) is None
+    assert not same(embedding.state_dict(), before["embedding"])
+    found = torch.load(path, weights_only=False)
+    assert same(found["embedding"], before["embedding"])
+    assert same(found["sparse"].to_dense(), before["sparse"].to_dense())
+    assert type(found["named"]) is Named
+    assert found["named"].tolist() == [1.0] * 1000
+
+
 @pytest.mark.parametrize("optimizers", [5, [5], ["adam"], torch.nn.Linear(1, 1)])
 def test_what_is_no_optimizer(optimizers: Any) -> None:
     with pytest.raises(TypeError, match=r"give torch\.optim\.Optimizer objects"):
