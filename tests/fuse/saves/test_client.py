@@ -335,6 +335,10 @@ def test_an_interrupt_leaves_the_file_before(
             self._writer = transfers.write_pieces(*arguments, **options)
             self.close = self._writer.close
 
+        @property
+        def bytes_written(self) -> int:
+            return self._writer.bytes_written
+
         def wait(self, seconds: float) -> bool:
             os.kill(os.getpid(), signal.SIGINT)
             return self._writer.wait(seconds)
