@@ -92,20 +92,13 @@ class FileToSave(NamedTuple):
     lay_out: LayOut = lay_out
 
 
-class _Steps(Protocol):
+class _Steps(contextlib.AbstractContextManager[object], Protocol):
     """Of a save: `Save`, `SharesSave`."""
 
     progress: Progress
 
     @property
     def path(self) -> str: ...
-    def __enter__(self) -> _Steps: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
     def snapshot(self, memory: Memory, *, later: Held) -> None: ...
     def finish_snapshot(self) -> None: ...
     def write(self, *, threads: int | None) -> Finished: ...

@@ -78,7 +78,7 @@ class RankFailed(RuntimeError):
         """The rank's process is no more."""
 
 
-class Peers(Protocol):
+class Peers(contextlib.AbstractContextManager["Peers"], Protocol):
     """The ranks of a group, of which this process is one."""
 
     rank: int
@@ -107,14 +107,6 @@ class Peers(Protocol):
 
         None: it is no more, or does not tell.
         """
-
-    def __enter__(self) -> Peers: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 class Alone:

@@ -142,7 +142,7 @@ class Listener:
         connection.close()
 
 
-def connect(address: Address, *, look: Callable[[], object] = bool) -> socket.socket:
+def connect(address: Address, *, look: Callable[[], object] = lambda: None) -> socket.socket:
     """Return a connection. Raises ConnectionError that says what became of each address.
 
     look: called before each one; what it raises ends this.

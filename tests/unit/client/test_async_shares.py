@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ from fpfs import client
 from fpfs.client import AsyncSaver, planning
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares import saving
+from tests.support.failures.calls import die, full
 from tests.support.ranks import Worlds
 from tests.support.states import (
     PLACEMENTS,
@@ -85,16 +85,6 @@ def test_optimizers_wait_for_the_copy(forks: Worlds, tmp_path: Path) -> None:
     assert (found["step"], found["weight"].unique().tolist()) == (4, [4.0])
 
 
-def fail(*_: Any, **__: Any) -> Any:
-    """As on a full device."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def die(*_: Any, **__: Any) -> Any:
-    """End as by SIGKILL."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 MOMENTS: dict[str, tuple[Any, str]] = {
     "room": (Replacement, "reserve"),
     "tensors": (saving, "write"),
@@ -109,7 +99,7 @@ def save_badly(root: str, moment: str, killed: bool) -> list[str]:
     owner, function = MOMENTS[moment]
     sound = getattr(owner, function)
     if dist.get_rank() == 1:
-        setattr(owner, function, die if killed else fail)
+        setattr(owner, function, die if killed else full)
     said = []
     directory = own_directory(root, 2)
     with AsyncSaver(strict=False) as saver:
@@ -153,7 +143,7 @@ def test_a_failure_is_raised_by_the_next_call(
 ) -> None:
     client.save_shares(numbered(1), tmp_path)
     with AsyncSaver() as saver:
-        monkeypatch.setattr(saving, "write", fail)
+        monkeypatch.setattr(saving, "write", full)
         began = saver.save_shares(numbered(2), tmp_path)
         assert isinstance(began.durable.exception(60), OSError)
         monkeypatch.undo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from fpfs.client.shares.copying import holders
 from fpfs.client.shares.gathering import verify
 from fpfs.client.shares.loading import load_shares
 from fpfs.client.shares.saving import save_shares
+from tests.support.failures.calls import die, unreadable
 from tests.support.ranks import Worlds
 from tests.support.states import (
     PLACEMENTS,
@@ -140,18 +140,10 @@ def load_badly(root: str, what: str, rank: int) -> None:
         if what == "killed":
             reading.OpenShare.start = die  # type: ignore[assignment,method-assign]
         if what == "unreadable":
-            reading.OpenShare.start = fail  # type: ignore[assignment,method-assign]
+            reading.OpenShare.start = unreadable  # type: ignore[assignment,method-assign]
         if what == "another state":
             load_shares(own_directory(root, 2), into={"other": torch.zeros(1)}, timeout_s=900)
     load_shares(own_directory(root, 2), timeout_s=900)
-
-
-def die(*_: object, **__: object) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail(*_: object, **__: object) -> Any:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -184,7 +176,7 @@ def fail_while_others_read(root: str) -> None:
 
     def fail_when_asked(*_: object, **__: object) -> Any:
         asked.wait()
-        fail()
+        unreadable()
 
     def close_slowly(self: serving.Serving) -> None:
         closing.set()
@@ -217,7 +209,7 @@ def fail_again_and_again(root: str) -> None:
     before = None
     for _ in range(5):
         if dist.get_rank() == 1:
-            reading.OpenShare.start = fail  # type: ignore[assignment,method-assign]
+            reading.OpenShare.start = unreadable  # type: ignore[assignment,method-assign]
         with pytest.raises((OSError, client.RankFailed), match="Errno 5"):
             load_shares(place)
         reading.OpenShare.start = start  # type: ignore[method-assign]
@@ -316,7 +308,7 @@ def load_numbered(places: list[str], step: int) -> None:
 def save_copies_badly(root: str, what: str) -> None:
     """As a rank: save copies, of which the last node's fails, or is killed."""
     if dist.get_rank() == 2:
-        copying.write_memory = die if what == "killed" else fail
+        copying.write_memory = die if what == "killed" else unreadable
     save_state(root, 3, 2, copies=2)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from fpfs.client.shares import saving
 from fpfs.client.shares.format import Damaged
 from fpfs.client.shares.gathering import gather, verify
 from fpfs.client.shares.saving import save_shares
+from tests.support.failures.calls import die, full
 from tests.support.ranks import Worlds
 from tests.support.states import (
     PLACEMENTS,
@@ -159,16 +158,6 @@ def test_a_checkpoint_replaces_the_one_before(forks: Worlds, tmp_path: Path) -> 
     assert names(tmp_path, 3) == whole(3)
 
 
-def fail(*_: Any, **__: Any) -> Any:
-    """As on a full device."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def die(*_: Any, **__: Any) -> Any:
-    """End as by SIGKILL."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 MOMENTS: dict[str, tuple[Any, str]] = {
     "room": (Replacement, "reserve"),
     "tensors": (saving, "write"),
@@ -203,7 +192,7 @@ def save_badly(root: str, rank: int, moment: str, killed: bool) -> None:
     """As a rank: save, which one rank does not come to the end of."""
     if dist.get_rank() == rank:
         owner, function = MOMENTS[moment]
-        setattr(owner, function, die if killed else fail)
+        setattr(owner, function, die if killed else full)
     save_state(root, 2, 2)
 
 
