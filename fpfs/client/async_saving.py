@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 import traceback
 from collections import deque
@@ -30,10 +31,11 @@ from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Finished, Save, Saved
 from fpfs.client.shares.saving import SharesSave
-from fpfs.client.snapshot import Memory
+from fpfs.client.snapshot import InPlace, Memory
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import Progress
+from fpfs.core.units import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -45,19 +47,26 @@ logger = logging.getLogger(__name__)
 class Saving:
     """A save that is under way."""
 
-    def __init__(self, path: str, *, stall_s: float, progress: Progress) -> None:
+    def __init__(
+        self, path: str, *, began_s: float, progress: Progress, in_place_bytes: int
+    ) -> None:
         self.path = path
         """The file, or directory of shares, links followed."""
-        self.stall_s = stall_s
+        self.began_s = began_s
+        """When the call began: of time.monotonic()."""
+        self.stall_s = time.monotonic() - began_s
         """How long `AsyncSaver.save` took: training waited so long."""
         self.update_wait_s = 0.0
         """How long steps of optimizers waited besides."""
         self.staged: Future[None] = Future()
-        """Done when all is copied: the state may change."""
+        """Done when all is copied, or written: the state may change."""
         self.acknowledged: Future[Saved] = Future()
         """Done when the name has the new file, whatever process dies."""
         self.durable: Future[Saved] = Future()
         """Done when file and name survive power loss."""
+        self.in_place_bytes = in_place_bytes
+        """What this rank writes from where it lies, since `staging_bytes` has no room for a copy.
+        `staged` waits for that."""
         self._progress = progress
         for future in (self.staged, self.acknowledged, self.durable):
             # Who gives up waiting for one, as asyncio does, cannot cancel it.
@@ -99,8 +108,9 @@ class _Steps(contextlib.AbstractContextManager[object], Protocol):
 
     @property
     def path(self) -> str: ...
-    def snapshot(self, memory: Memory, *, later: Held) -> None: ...
+    def snapshot(self, memory: Memory, *, later: Held) -> InPlace: ...
     def finish_snapshot(self) -> None: ...
+    def start(self, *, threads: int | None) -> object: ...
     def write(self, *, threads: int | None) -> Finished: ...
     def flush(self) -> None: ...
 
@@ -115,6 +125,13 @@ class _UnderWay(NamedTuple):
     memory: Memory
 
 
+class _Entered(NamedTuple):
+    """A save whose context is entered. Whoever takes it out of its list leaves that."""
+
+    steps: _Steps
+    held: Held
+
+
 class AsyncSaver:
     """Saves beside training, one checkpoint after the other.
 
@@ -123,6 +140,9 @@ class AsyncSaver:
         ranks has one: they learn of failures, and wait, at the same calls.
     memory_bytes: taken and touched now, for each copy of what this rank writes of a state; what is
         missing, the first saves add, which take ten times as long then.
+    staging_bytes: what each copy may take at most. What of a state is larger is written first, from
+        where it lies, and what may change it waits for that: the next step, or `save` itself, of
+        what `optimizers` do not have. None: what states need.
     optimizers: their parameters and states in the processor's memory are copied after `save` has
         returned, and their next step waits for that. What else changes them must do so after
         `wait_before_update`. `save` is called between steps, not within one.
@@ -140,6 +160,7 @@ class AsyncSaver:
         plan: Plan | None = None,
         in_flight: int = 1,
         memory_bytes: int = 0,
+        staging_bytes: int | None = None,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         threads: int | None = None,
         strict: bool = True,
@@ -147,6 +168,16 @@ class AsyncSaver:
     ) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        if staging_bytes is not None:
+            if not isinstance(staging_bytes, int) or staging_bytes < 0:
+                raise ValueError(
+                    f"staging_bytes is {staging_bytes!r}: give a number of bytes, or None"
+                )
+            if memory_bytes > staging_bytes:
+                raise ValueError(
+                    f"memory_bytes is {memory_bytes}, and staging_bytes {staging_bytes}: take no"
+                    " more than that"
+                )
         if not isinstance(in_flight, int) or in_flight < 1:
             raise ValueError(f"in_flight is {in_flight!r}: give a number of saves, 1 or more")
         check_threads(threads)
@@ -156,11 +187,14 @@ class AsyncSaver:
         self._strict = strict
         self._timeout_s = timeout_s
         self._in_flight = in_flight
+        self._staging_bytes = staging_bytes
+        self._has_said = False
+        """That a state was larger."""
         self._spare: deque[Memory] = deque()
         """The longest unused first: files that alternate find memory of their size."""
         if memory_bytes > 0:
             for _ in range(in_flight):
-                self._spare.append(Memory())
+                self._spare.append(Memory(max_bytes=staging_bytes))
                 self._spare[-1].reserve(memory_bytes)
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="fpfs-copy")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="fpfs-save")
@@ -244,19 +278,29 @@ class AsyncSaver:
             )
         steps = steps_of(peers)
         steps.__enter__()
-        # Whoever takes it out leaves the context: an interrupt may come when the thread has it.
-        entered: list[_Steps] = [steps]
-        memory = self._spare.popleft() if self._spare else Memory()
+        # An interrupt may come when the thread has taken it out.
+        entered = [_Entered(steps, held)]
+        memory = self._spare.popleft() if self._spare else Memory(max_bytes=self._staging_bytes)
+        given_up = threading.Event()
         try:
             agree(steps)
-            steps.snapshot(memory, later=held)
-            stall_s = time.monotonic() - started
-            saving = Saving(steps.path, stall_s=stall_s, progress=steps.progress)
+            in_place = steps.snapshot(memory, later=held)
+            saving = Saving(
+                steps.path,
+                began_s=started,
+                progress=steps.progress,
+                in_place_bytes=in_place.bytes,
+            )
             self._updates.saving = saving
             copied = self._copying.submit(_copy, saving, steps, held)
             self._under_way.append(_UnderWay(saving, memory))
-            self._writing.submit(_write, saving, entered, copied, self._threads)
+            self._writing.submit(_write, saving, entered, copied, given_up, self._threads)
+            self._say(in_place)
+            if not in_place.is_held:
+                saving.staged.exception()
+                saving.stall_s = time.monotonic() - started
         except BaseException as error:
+            given_up.set()
             with contextlib.suppress(IndexError):
                 entered.pop()
                 if self._updates.saving is before:
@@ -267,6 +311,19 @@ class AsyncSaver:
                 steps.__exit__(type(error), error, error.__traceback__)
             raise
         return saving
+
+    def _say(self, in_place: InPlace) -> None:
+        """Say once that a state is larger than what may be copied."""
+        if in_place.bytes == 0 or self._has_said:
+            return
+        self._has_said = True
+        assert self._staging_bytes is not None
+        logger.warning(
+            "%s of a state are written from where they lie, since staging_bytes is %s: %s for that",
+            format_size(in_place.bytes),
+            format_size(self._staging_bytes),
+            "the next step waits" if in_place.is_held else "save waits",
+        )
 
     def _make_room(self) -> None:
         """Return when another save may begin."""
@@ -342,19 +399,25 @@ def _copy(saving: Saving, steps: _Steps, held: Held) -> None:
     """What the one thread does with a save: what its optimizers' next step waits for."""
     try:
         steps.finish_snapshot()
-        held.check()
+        if saving.in_place_bytes == 0:
+            held.check()
+            saving.staged.set_result(None)
     except BaseException as error:
-        saving.staged.set_exception(error)
+        if saving.in_place_bytes == 0:
+            saving.staged.set_exception(error)
         raise
-    saving.staged.set_result(None)
 
 
 def _write(
-    saving: Saving, entered: list[_Steps], copied: Future[None], threads: int | None
+    saving: Saving,
+    entered: list[_Entered],
+    copied: Future[None],
+    given_up: threading.Event,
+    threads: int | None,
 ) -> None:
     """What the other one does with a save that is entered; nothing, if that has been left."""
     try:
-        _write_and_tell(saving, entered, copied, threads)
+        _write_and_tell(saving, entered, copied, given_up, threads)
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
@@ -367,32 +430,46 @@ def _write(
             type(error).__name__,
             error,
         )
-        for future in (saving.acknowledged, saving.durable):
+        futures: list[Future[Any]] = [saving.acknowledged, saving.durable]
+        if saving.in_place_bytes > 0:
+            futures.append(saving.staged)
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
 
 
 def _write_and_tell(
-    saving: Saving, entered: list[_Steps], copied: Future[None], threads: int | None
+    saving: Saving,
+    entered: list[_Entered],
+    copied: Future[None],
+    given_up: threading.Event,
+    threads: int | None,
 ) -> None:
-    started = time.monotonic()
     try:
-        steps = entered.pop()
+        steps, held = entered.pop()
     except IndexError:
         return
+    # `save` adds the time that it waits for the first part of this.
+    lay_out_s = saving.stall_s
     with contextlib.ExitStack() as stack:
         stack.push(steps)
+        steps.start(threads=threads)
         copied.result()
+        if saving.in_place_bytes > 0:
+            held.check()
+            if given_up.is_set():
+                raise RuntimeError("save was interrupted before it had written what may change")
+            saving.staged.set_result(None)
         finished = steps.write(threads=threads)
         saved = finished.saved(
             steps.path,
-            seconds=saving.stall_s + time.monotonic() - started,
-            lay_out_s=saving.stall_s,
+            seconds=time.monotonic() - saving.began_s,
+            lay_out_s=lay_out_s,
             durable=False,
         )
         saving.acknowledged.set_result(saved)
         steps.flush()
-    seconds = saving.stall_s + time.monotonic() - started
+    seconds = time.monotonic() - saving.began_s
     saving.durable.set_result(saved._replace(seconds=seconds, durable=True))
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +101,13 @@ class Share:
     def bytes(self) -> int:
         """Of all pieces."""
         return int((self.table[:, 1] * self.table[:, 4]).sum())
+
+    def of(self, records: Collection[int]) -> tuple[Share, Share]:
+        """Divide it: the pieces of some records, and the other ones with all texts."""
+        if not records:
+            return Share(NO_PIECES, []), self
+        is_of = np.isin(self.table[:, 2], list(records))
+        return Share(self.table[is_of], []), Share(self.table[~is_of], self.texts)
 
     @functools.cached_property
     def pieces(self) -> list[Piece]:

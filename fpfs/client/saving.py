@@ -25,14 +25,23 @@ import msgspec
 from fpfs.client.agreement import Agreed, LayOut, agree
 from fpfs.client.container import lay_out
 from fpfs.client.gathering import Offered, Source
-from fpfs.client.paths import default_threads, name_file, resolve
+from fpfs.client.paths import default_threads, name_file, naming, resolve
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
-from fpfs.client.plan import Plan
+from fpfs.client.plan import NO_PIECES, Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
-from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
+from fpfs.client.snapshot import InPlace, Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
-from fpfs.client.writing import Done, Located, Progress, Task, Written, rest_of, write, write_share
+from fpfs.client.writing import (
+    Done,
+    Located,
+    Progress,
+    Task,
+    Written,
+    put_crc32,
+    write,
+    write_share,
+)
 from fpfs.core.units import format_rate, format_size
 
 if TYPE_CHECKING:
@@ -135,6 +144,15 @@ class Finished(msgspec.Struct):
         )
 
 
+class _Started(NamedTuple):
+    """A file that is being written."""
+
+    at_s: float
+    task: Task
+    in_place: Done | None
+    """What this rank has written, if not all had a copy."""
+
+
 class _File:
     """A file of a save, laid out and agreed on."""
 
@@ -143,8 +161,11 @@ class _File:
         """Links followed."""
         self.container, self.planning, self.plan, self.offered = agreed
         self.uncopied: Uncopied = []
+        self.in_place: frozenset[int] = frozenset()
+        """Records of which a snapshot has no copy."""
         self.replacement: Replacement | None = None
         """Rank 0's, from when it is written on."""
+        self.started: _Started | None = None
         self.is_written = False
 
     def bytes_of(self, rank: int) -> int:
@@ -174,7 +195,8 @@ class _File:
     def write_rest(self, parts: list[Done], progress: Progress) -> tuple[Written, ...]:
         """Rank 0: write what had to wait for all CRC32s."""
         assert self.replacement is not None
-        rest = rest_of(self.plan.rest, [part.crcs for part in parts], self.container)
+        put_crc32(self.plan.rest, [part.crcs for part in parts], self.container)
+        rest = Share(NO_PIECES, self.plan.rest)
         write(rest, self.container, fd=self.replacement.fd, threads=1, progress=progress)
         rest_bytes = sum(self.container.text_part(number).bytes for number in rest.texts)
         own = parts[0].written
@@ -243,23 +265,33 @@ class Save:
         self._files.append(file)
         self.progress.total_bytes += file.bytes_of(self._peers.rank)
 
-    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
+    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> InPlace:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
 
-        later: what `finish_snapshot` is to copy.
+        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it.
         """
         parts = [
             Part(file.container, file.plan.share(self._peers.rank), file.plan.gathered)
             for file in self._files
         ]
-        for file, copied in zip(self._files, memory.copy(parts, later=later), strict=True):
-            file.container, file.uncopied = copied
+        copies, in_place = memory.copy(parts, later=later)
+        for file, copied in zip(self._files, copies, strict=True):
+            file.container, file.uncopied, file.in_place = copied
             file.offered = Offered(file.container, file.plan.gathered)
+        return in_place
 
     def finish_snapshot(self) -> None:
         """Copy what `snapshot` has left."""
         for file in self._files:
             copy_rest(file.uncopied)
+
+    def start(self, *, threads: int | None = None) -> None:
+        """Make the files of what was agreed on; returns when all that has no copy is written.
+
+        threads: as `write` has them.
+        """
+        for file in self._unwritten:
+            self._start(file, threads)
 
     def write(
         self,
@@ -276,16 +308,16 @@ class Save:
         then: what rank 0 does when they have their names, before other saves that have a `then`
             give names in this directory.
         """
-        unwritten = [file for file in self._files if not file.is_written]
-        finished = []
+        finished, unwritten = list[Finished](), self._unwritten
+        first = unwritten[0].started or self._start(unwritten[0], threads)
         for file in unwritten:
             is_last = file is unwritten[-1]
             commits = functools.partial(self._commit, durable=durable, then=then)
             last = commits if commit and is_last else None
-            finished.append(self._write(file, threads=threads, then=last))
+            finished.append(self._write(file, threads=threads, since_s=first.at_s, then=last))
         return Finished(
             total_bytes=sum(each.total_bytes for each in finished),
-            write_s=sum(each.write_s for each in finished),
+            write_s=finished[-1].write_s,
             written=_together(each for every in finished for each in every.written),
         )
 
@@ -303,6 +335,10 @@ class Save:
         self._do_once("commit", lambda: self._commit(durable=durable, then=None))
 
     @property
+    def _unwritten(self) -> list[_File]:
+        return [file for file in self._files if not file.is_written]
+
+    @property
     def _replacements(self) -> list[Replacement]:
         """Rank 0's."""
         return [file.replacement for file in self._files if file.replacement is not None]
@@ -316,29 +352,45 @@ class Save:
 
         self._peers.exchange(step, None, do, of=type(None))
 
-    def _write(
-        self, file: _File, *, threads: int | None, then: Callable[[], object] | None
-    ) -> Finished:
-        """Write this rank's share of one; `then` rank 0 does something before anybody returns."""
-        started = time.monotonic()
+    def _start(self, file: _File, threads: int | None) -> _Started:
+        """Have rank 0 make one, and write what has no copy."""
+        at_s = time.monotonic()
         addresses = {number: file.offered.addresses[number] for number in file.plan.gathered}
         located = Located(os.getpid(), addresses)
-        share = file.plan.share(self._peers.rank)
-        if threads is None:
-            threads = max(1, default_threads() // self._peers.size)
-        try:
+        with naming(file.path):
             task = self._peers.exchange("share", located, file.make, of=Task)
-            own_fd = -1 if file.replacement is None else file.replacement.fd
-            done = write_share(
-                share, task, file.container, self._peers, own_fd, threads, self.progress
-            )
-        except OSError as error:
-            name_file(error, file.path)
-            raise
+        in_place = None
+        if file.in_place:
+            share, _ = file.plan.share(self._peers.rank).of(file.in_place)
+            # No other rank reads these.
+            own = Task(task.temporary_path, {})
+            in_place = self._write_share(file, share, own, threads)
+        file.started = _Started(at_s, task, in_place)
+        return file.started
+
+    def _write(
+        self,
+        file: _File,
+        *,
+        threads: int | None,
+        since_s: float,
+        then: Callable[[], object] | None,
+    ) -> Finished:
+        """Write this rank's share of one; `then` rank 0 does something before anybody returns.
+
+        since_s: when the first of several was started.
+        """
+        started = file.started or self._start(file, threads)
+        _, share = file.plan.share(self._peers.rank).of(file.in_place)
+        if started.in_place is not None:
+            put_crc32(share.texts, [started.in_place.crcs], file.container)
+        done = self._write_share(file, share, started.task, threads)
+        if started.in_place is not None:
+            done = started.in_place.and_then(done)
 
         def finish(parts: list[Done]) -> list[Finished]:
             written = file.write_rest(parts, self.progress)
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - since_s
             if then is not None:
                 then()
             finished = Finished(file.container.bytes, seconds, written)
@@ -347,6 +399,15 @@ class Save:
         finished = self._peers.exchange("part", done, finish, of=Finished)
         file.is_written = True
         return finished
+
+    def _write_share(self, file: _File, share: Share, task: Task, threads: int | None) -> Done:
+        if threads is None:
+            threads = max(1, default_threads() // self._peers.size)
+        own_fd = -1 if file.replacement is None else file.replacement.fd
+        with naming(file.path):
+            return write_share(
+                share, task, file.container, self._peers, own_fd, threads, self.progress
+            )
 
     def _commit(self, *, durable: bool, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
@@ -368,13 +429,5 @@ def _together(written: Iterable[Written]) -> tuple[Written, ...]:
     """What each rank has written of all files."""
     found: dict[int, Written] = {}
     for each in written:
-        if each.rank not in found:
-            found[each.rank] = each
-            continue
-        before = found[each.rank]
-        found[each.rank] = before._replace(
-            bytes=before.bytes + each.bytes,
-            seconds=before.seconds + each.seconds,
-            copied_bytes=before.copied_bytes + each.copied_bytes,
-        )
+        found[each.rank] = found[each.rank].and_then(each) if each.rank in found else each
     return tuple(found[rank] for rank in sorted(found))

@@ -1,7 +1,9 @@
 """Copies of tensors that are written while training goes on.
 
 A rank copies what it writes itself, and its parts of tensors that others read from it. The memory
-is kept from one snapshot to the next: memory that was never touched takes ten times as long.
+is kept from one snapshot to the next: memory that was never touched takes ten times as long. Where
+it is bounded, and a state larger, some tensors stay where they lie: these are written first, and
+may change then.
 
 Concurrency: used by one thread at a time, but for what `copy` leaves to another. Nobody may write
 to the memory until the save that was copied to it has ended.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,10 +55,47 @@ class Part(NamedTuple):
     """Records of which everything is copied that this rank has."""
 
 
-class Memory:
-    """Where snapshots lie, one at a time."""
+class Copied(NamedTuple):
+    """What a file is written from."""
 
-    def __init__(self) -> None:
+    container: Container
+    """With copies, instead of the tensors."""
+    uncopied: Uncopied
+    in_place: frozenset[int]
+    """Records without a copy."""
+
+
+class InPlace(NamedTuple):
+    """What is written from where it lies."""
+
+    bytes: int
+    is_held: bool
+    """Whether none of it changes before the next step."""
+
+
+class _Range(NamedTuple):
+    """Bytes of a record that are copied."""
+
+    part: int
+    number: int
+    start: int
+    """Of those that are here."""
+    source: torch.Tensor
+    is_held: bool
+    is_needed: bool
+    """Others read it, or no write can: it is on another device."""
+
+    @property
+    def room(self) -> int:
+        """What a copy takes."""
+        return -(-len(self.source) // ALIGNMENT) * ALIGNMENT
+
+
+class Memory:
+    """Where snapshots lie, one at a time. max_bytes: of them; None: what they need."""
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
@@ -76,42 +115,67 @@ class Memory:
 
     def copy(
         self, parts: Sequence[Part], *, later: Held = NOTHING_HELD
-    ) -> list[tuple[Container, Uncopied]]:
-        """Return each container with copies of what its share has of it, instead of the tensors.
+    ) -> tuple[list[Copied], InPlace]:
+        """Copy what of each container its share has, as far as there is room.
 
         later: what is not copied now.
-        """
-        ranges = [_ranges(part.container, part.share, set(part.whole)) for part in parts]
-        self.reserve(sum(_padded(end - start) for each in ranges for _, start, end in each))
-        copied, at = [], 0
-        for part, of_part in zip(parts, ranges, strict=True):
-            container, uncopied, at = self._copy(part, of_part, at, later)
-            copied.append((container, uncopied))
-        return copied
 
-    def _copy(
-        self, part: Part, ranges: list[tuple[int, int, int]], at: int, later: Held
-    ) -> tuple[Container, Uncopied, int]:
-        """Copy one to memory from `at` on; returns where the next one goes, too."""
-        parts = list(part.container.parts)
+        Raises ValueError if there is no room for what must be copied.
+        """
+        ranges = [each for index, part in enumerate(parts) for each in _ranges(index, part, later)]
+        in_place = self._without_room(ranges)
+        copied = [each for each in ranges if (each.part, each.number) not in in_place]
+        self.reserve(sum(each.room for each in copied))
+        found = [
+            Copied(
+                part.container._replace(parts=list(part.container.parts)),
+                [],
+                frozenset(number for of, number in in_place if of == index),
+            )
+            for index, part in enumerate(parts)
+        ]
+        at = 0
+        for each in copied:
+            self._copy(each, at, parts[each.part], found[each.part])
+            at += each.room
+        left = [each for each in ranges if (each.part, each.number) in in_place]
+        total_bytes = sum(len(each.source) for each in left)
+        return found, InPlace(total_bytes, all(each.is_held for each in left))
+
+    def _without_room(self, ranges: Sequence[_Range]) -> set[tuple[int, int]]:
+        """Which records, of which parts, are not copied: first those that are held, and large."""
+        room = self._max_bytes
+        if room is None or sum(each.room for each in ranges) <= room:
+            return set()
+        needed = sum(each.room for each in ranges if each.is_needed)
+        if needed > room:
+            raise ValueError(
+                f"{format_size(needed)} must be copied (tensors of other devices, and parts of"
+                f" tensors that other ranks read), and staging_bytes is {room}: give {needed} or"
+                " more, or leave it out"
+            )
+        found = set()
+        for each in sorted(ranges, key=lambda each: (not each.is_needed, each.is_held, each.room)):
+            if each.room <= room:
+                room -= each.room
+            else:
+                found.add((each.part, each.number))
+        return found
+
+    def _copy(self, found: _Range, at: int, part: Part, to: Copied) -> None:
+        """Copy one to memory from `at` on."""
+        record = part.container.record(found.number)
+        with torch.inference_mode(mode=False):
+            copy = self._bytes[at : at + len(found.source)]
+            if found.is_held:
+                to.uncopied.append((copy, found.source))
+            else:
+                copy.copy_(found.source)
         storage = self._bytes.untyped_storage()
-        uncopied: Uncopied = []
-        for number, start, end in ranges:
-            record = part.container.record(number)
-            with torch.inference_mode(mode=False):
-                source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
-                source = source.set_(record.storage)[record.start + start : record.start + end]
-                copy = self._bytes[at : at + len(source)]
-                if later.covers(source):
-                    uncopied.append((copy, source))
-                else:
-                    copy.copy_(source)
-            copied = record._replace(storage=storage, start=at - start)
-            if record.sharded is not None and number in part.whole:
-                copied = copied._replace(sharded=record.sharded._replace(local=copy))
-            parts[2 * number + 1] = copied
-            at += _padded(len(source))
-        return part.container._replace(parts=parts), uncopied, at
+        copied = record._replace(storage=storage, start=at - found.start)
+        if record.sharded is not None and found.number in part.whole:
+            copied = copied._replace(sharded=record.sharded._replace(local=copy))
+        to.container.parts[2 * found.number + 1] = copied
 
 
 def copy_rest(uncopied: Uncopied) -> None:
@@ -127,14 +191,32 @@ def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return np.ctypeslib.as_array(memory)
 
 
-def _ranges(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:
-    """What to copy: numbers of records, and from where to where of the bytes that are here."""
-    ranges = []
+def _ranges(index: int, part: Part, later: Held) -> Iterator[_Range]:
+    """What to copy of a part."""
+    whole = set(part.whole)
+    for number, start, end in _extents(part.container, part.share, whole):
+        record = part.container.record(number)
+        with torch.inference_mode(mode=False):
+            source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
+            source = source.set_(record.storage)[record.start + start : record.start + end]
+        yield _Range(
+            index,
+            number,
+            start,
+            source,
+            is_held=later.covers(source),
+            is_needed=number in whole or source.device.type != "cpu",
+        )
+
+
+def _extents(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:
+    """Numbers of records, and from where to where of the bytes that are here."""
+    extents = []
     for number in whole:
         sharded = container.record(number).sharded
         assert sharded is not None
         if sharded.local.nbytes > 0:
-            ranges.append((number, 0, sharded.local.nbytes))
+            extents.append((number, 0, sharded.local.nbytes))
     _, sizes, records, starts, counts, _ = share.table.T
     numbers, inverse = np.unique(records, return_inverse=True)
     firsts = np.full(len(numbers), np.iinfo(np.int64).max)
@@ -143,12 +225,8 @@ def _ranges(container: Container, share: Share, whole: Set[int]) -> list[tuple[i
     np.maximum.at(ends, inverse, starts + sizes * counts)
     for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
         if number not in whole:
-            ranges.append((number, first, end))
-    return ranges
+            extents.append((number, first, end))
+    return extents
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-__all__ = ["Memory", "Part", "Uncopied", "copy_rest", "touched_memory"]
+__all__ = ["Copied", "InPlace", "Memory", "Part", "Uncopied", "copy_rest", "touched_memory"]

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ import torch
 from fpfs.client.container import Container, Record
 from fpfs.client.gathering import Source, Strip, gone_of, strips_of
 from fpfs.client.peers import GONE, Peers, RankFailed
-from fpfs.client.plan import NO_PIECES, Piece, Share
+from fpfs.client.plan import Piece, Share
 from fpfs.core.mounts import mount_containing
 from fpfs.core.transfers import PieceWriter, combine_crc32, run_to_end, write_pieces
 
@@ -67,6 +67,14 @@ class Written(NamedTuple):
     """Copied before they were written: what is not a tensor's, and tensors of a few KiB."""
     threads: int
 
+    def and_then(self, other: Written) -> Written:
+        """Return what the rank wrote in all."""
+        return self._replace(
+            bytes=self.bytes + other.bytes,
+            seconds=self.seconds + other.seconds,
+            copied_bytes=self.copied_bytes + other.copied_bytes,
+        )
+
 
 class Located(msgspec.Struct):
     """Where others read what a rank has of tensors that are cut along an inner dimension."""
@@ -90,6 +98,10 @@ class Done(msgspec.Struct):
     written: Written
     crcs: dict[int, int]
     """What this rank's bytes of each record are of its CRC32 (`crc32_parts`)."""
+
+    def and_then(self, other: Done) -> Done:
+        """Return what the rank wrote in all, of different records."""
+        return Done(self.written.and_then(other.written), self.crcs | other.crcs)
 
 
 def write_share(
@@ -210,8 +222,10 @@ def write(
     return writer.copied_bytes, crcs
 
 
-def rest_of(numbers: Sequence[int], crcs: Sequence[dict[int, int]], container: Container) -> Share:
-    """Return the texts `numbers` as a share, given what each rank's bytes are of the CRC32s."""
+def put_crc32(
+    numbers: Iterable[int], crcs: Iterable[Mapping[int, int]], container: Container
+) -> None:
+    """Write CRC32s into the texts `numbers`, given what each rank's bytes are of them."""
     whole = [0] * (len(container.parts) // 2)
     for found in crcs:
         for record, crc in found.items():
@@ -221,7 +235,6 @@ def rest_of(numbers: Sequence[int], crcs: Sequence[dict[int, int]], container: C
         for record, offset in container.crc_places.get(number, ()):
             at = text.start + (offset - text.offset)
             struct.pack_into("<L", container.text, at, whole[record])
-    return Share(NO_PIECES, list(numbers))
 
 
 def crc32_parts(
@@ -261,7 +274,7 @@ __all__ = [
     "Task",
     "Written",
     "crc32_parts",
-    "rest_of",
+    "put_crc32",
     "write",
     "write_share",
 ]

@@ -53,10 +53,10 @@ from fpfs.client.shares.format import (
 )
 from fpfs.client.shares.reading import OpenShare, read_manifest
 from fpfs.client.shares.serving import Serving
-from fpfs.client.snapshot import Memory, Part, Uncopied, copy_rest
+from fpfs.client.snapshot import InPlace, Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import NOTHING_HELD, Held
-from fpfs.client.writing import Progress, Written, crc32_parts, rest_of, write
+from fpfs.client.writing import Progress, Written, crc32_parts, put_crc32, write
 from fpfs.core.temporary_names import target_of
 from fpfs.core.transfers import combine_crc32
 
@@ -166,6 +166,17 @@ class PartWritten(msgspec.Struct):
     """Of each of its ranges."""
 
 
+class _Started(NamedTuple):
+    """A save that is being written."""
+
+    at_s: float
+    ranges: Ints
+    """Of the node's share, if this rank is the first."""
+    opened: Opened
+    in_place: PartWritten | None
+    """What this rank has written, if not all had a copy."""
+
+
 class _Described(msgspec.Struct):
     """What rank 0 tells all when all shares are durable."""
 
@@ -235,6 +246,9 @@ class SharesSave:
         self.progress = Progress()
         """Of this rank: of what tensors have."""
         self._uncopied: Uncopied = []
+        self._in_place: frozenset[int] = frozenset()
+        """Records of which the snapshot has no copy."""
+        self._started: _Started | None = None
         self._made: list[str] = []
         """Directories, from outer to inner."""
         self._share_path = ""
@@ -327,31 +341,46 @@ class SharesSave:
         name = share_name(self._node.number, self._node.nodes, self._checkpoint)
         self._share_path = os.path.join(self.path, name)
 
-    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> None:
+    def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> InPlace:
         """Copy what this rank writes: so the tensors may change.
 
-        later: what `finish_snapshot` is to copy.
+        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it.
         """
         part = Part(self._agreed.container, self._agreed.plan.share(self._peers.rank), ())
-        ((container, self._uncopied),) = memory.copy([part], later=later)
+        (copied,), in_place = memory.copy([part], later=later)
+        container, self._uncopied, self._in_place = copied
         self._agreed = self._agreed._replace(container=container)
+        return in_place
 
     def finish_snapshot(self) -> None:
         """Copy what `snapshot` has left."""
         copy_rest(self._uncopied)
+
+    def start(self, *, threads: int | None = None) -> _Started:
+        """Make the node's file; returns when all that has no copy is written.
+
+        threads: as `write` has them.
+        """
+        at_s = time.monotonic()
+        ranges, opened = self._open()
+        if self._copies > 1:
+            self._peers.exchange("room", None, lambda ranks: ranks, of=type(None))
+        in_place = None
+        if self._in_place:
+            in_place = self._write_part(opened, self._threads(threads), in_place=True)
+        self._started = _Started(at_s, ranges, opened, in_place)
+        return self._started
 
     def write(self, *, threads: int | None = None) -> Finished:
         """Write what was agreed on; returns when the checkpoint is complete, and durable.
 
         threads: how many write. None: this rank's share of as many as there are processors.
         """
-        started = time.monotonic()
-        if threads is None:
-            threads = max(1, default_threads() // len(self._node.members))
-        ranges, opened = self._open()
-        if self._copies > 1:
-            self._peers.exchange("room", None, lambda ranks: ranks, of=type(None))
-        part = self._write_part(opened, threads)
+        started = self._started or self.start(threads=threads)
+        threads, ranges, opened = self._threads(threads), started.ranges, started.opened
+        part = self._write_part(opened, threads, in_place=False)
+        if started.in_place is not None:
+            part = self._both(started.in_place, part)
         # The first rank of a node is told those of its node's ranges, but for those of texts.
         crcs = self._peers.exchange("part", part, self._join, of=list[int])
         own = Closed(None)
@@ -375,9 +404,8 @@ class SharesSave:
                 self._write_manifest(described.manifest)
             self._remove_former()
         self._peers.exchange("end", None, lambda ranks: ranks, of=type(None))
-        return Finished(
-            self._agreed.container.bytes, time.monotonic() - started, tuple(described.written)
-        )
+        write_s = time.monotonic() - started.at_s
+        return Finished(self._agreed.container.bytes, write_s, tuple(described.written))
 
     def flush(self) -> None:
         """Nothing: a checkpoint that is complete survives power loss."""
@@ -437,15 +465,19 @@ class SharesSave:
             ranges=[],
         )
 
-    def _write_part(self, opened: Opened, threads: int) -> PartWritten:
-        """Write this rank's ranges."""
+    def _threads(self, threads: int | None) -> int:
+        return threads or max(1, default_threads() // len(self._node.members))
+
+    def _write_part(self, opened: Opened, threads: int, *, in_place: bool) -> PartWritten:
+        """Write this rank's ranges, those without a copy or the other ones."""
         started = time.monotonic()
         container, rank = self._agreed.container, self._peers.rank
-        share = self._agreed.plan.share(rank)
+        rows = self._rows(in_place=in_place)
+        share = Share(self._agreed.plan.share(rank).table[rows], [])
         copied_bytes, of_pieces = 0, list[list[int]]()
         if share.pieces:
             moved = share.table.copy()
-            moved[:, 0] = opened.begin + self._node.ranges(self._agreed.plan, rank)[:, 4]
+            moved[:, 0] = opened.begin + self._node.ranges(self._agreed.plan, rank)[rows, 4]
             moved[:, 5] = moved[:, 1]  # run behind run
             path = os.path.join(self.path, os.fsdecode(opened.name))
             try:
@@ -474,11 +506,27 @@ class SharesSave:
         written = Written(rank, share.bytes, seconds, copied_bytes, threads)
         return PartWritten(written, crc32_parts(share.pieces, of_pieces, container), crcs)
 
+    def _rows(self, *, in_place: bool) -> Ints:
+        """The numbers of this rank's pieces that have no copy, or have one."""
+        records = self._agreed.plan.share(self._peers.rank).table[:, 2]
+        return np.flatnonzero(np.isin(records, list(self._in_place)) == in_place)
+
+    def _both(self, in_place: PartWritten, others: PartWritten) -> PartWritten:
+        """What this rank has written in all."""
+        crcs = np.zeros(len(in_place.crcs) + len(others.crcs), dtype=np.int64)
+        crcs[self._rows(in_place=True)] = in_place.crcs
+        crcs[self._rows(in_place=False)] = others.crcs
+        return PartWritten(
+            in_place.written.and_then(others.written),
+            in_place.of_records | others.of_records,
+            crcs.tolist(),
+        )
+
     def _join(self, parts: list[PartWritten]) -> list[list[int]]:
         """Rank 0: write what is not tensors' bytes, with their CRC32s."""
         assert self._share is not None
         container = self._agreed.container
-        rest_of(
+        put_crc32(
             range(len(container.parts) // 2 + 1), [part.of_records for part in parts], container
         )
         text = container.text

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from fpfs.client import plan as planning
 from fpfs.client.boxes import Mesh, Sharding, box_of
 from fpfs.client.container import Container, lay_out
-from fpfs.client.plan import Plan, Records, Share
+from fpfs.client.plan import NO_PIECES, Plan, Records, Share
 from fpfs.client.planning import check_whole
 from fpfs.client.saving import save
 from fpfs.client.sharding import Sharded
 from fpfs.client.topology import WRITERS, Topology, Writers, own_sockets
-from fpfs.client.writing import crc32_parts, rest_of
+from fpfs.client.writing import crc32_parts, put_crc32
 from tests.support.states import large_state, nested_states, odd_state, random_tensor, without_id
 
 # torch's own, of types that it is not done with.
@@ -112,7 +112,8 @@ def filled(
         sizes.append(written.count(b"x") - before)
         if rank == 0:
             rest = plan.rest
-    write(rest_of(rest, crcs, first), first, file, written, wholes={})
+    put_crc32(rest, crcs, first)
+    write(Share(NO_PIECES, rest), first, file, written, wholes={})
     assert written == b"x" * first.bytes
     return file, sizes
 
