@@ -78,16 +78,24 @@ class NoCheckpoints:
 class _Fpfs(NoCheckpoints):
     """`fpfs.AsyncSaver`, which the optimizer waits for."""
 
+    staging_bytes: int | None = None
+
     def start(self) -> None:
         from fpfs.client import AsyncSaver
 
-        self._saver = AsyncSaver(optimizers=self._optimizer)
+        self._saver = AsyncSaver(optimizers=self._optimizer, staging_bytes=self.staging_bytes)
 
     def save(self, state: dict[str, Any]) -> None:
         self._saver.save(state, next(self._paths))
 
     def wait(self) -> None:
         self._saver.wait()
+
+
+class _FpfsInPlace(_Fpfs):
+    """The same, without memory for copies."""
+
+    staging_bytes = 0
 
 
 class _FpfsCopy(_Fpfs):
@@ -284,6 +292,7 @@ def join() -> None:
 SAVERS: dict[str, type[NoCheckpoints]] = {
     "none": NoCheckpoints,
     "fpfs": _Fpfs,
+    "fpfs_in_place": _FpfsInPlace,
     "fpfs_copy": _FpfsCopy,
     "fpfs_save": _FpfsSave,
     "torch_save": _TorchSave,

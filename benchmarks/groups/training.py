@@ -28,6 +28,7 @@ PERSIST = 0.65
 """How much of an iteration a checkpoint takes to be stored."""
 FPFS = {
     "fpfs": "fpfs",
+    "fpfs, no copies": "fpfs_in_place",
     "fpfs, no optimizer known": "fpfs_copy",
     "torch.save to fpfs": "torch_save_to_fpfs",
 }

@@ -43,7 +43,7 @@ class FpfsCheckpointIO:
     asynchronous: a Trainer's save returns when the checkpoint is copied (`fpfs.AsyncSaver`). What
         Fabric saves, what processes hand to each other, and what a SLURM job saves before it is
         queued again, is durable when it returns.
-    memory_bytes: of the copy, taken and touched now; otherwise the first save does.
+    memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
     threads: how many write. None: as many as there are processors, at most 8.
     timeout_s: seconds that a call waits for the save before.
 
@@ -55,10 +55,17 @@ class FpfsCheckpointIO:
         *,
         asynchronous: bool = True,
         memory_bytes: int = 0,
+        staging_bytes: int | None = None,
         threads: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._arguments = asynchronous, memory_bytes, threads, timeout_s
+        self._asynchronous = asynchronous
+        self._options: dict[str, Any] = {
+            "memory_bytes": memory_bytes,
+            "staging_bytes": staging_bytes,
+            "threads": threads,
+            "timeout_s": timeout_s,
+        }
         self._pid = os.getpid()
         self._saver: AsyncSaver | None = None
         """None: made by the next save."""
@@ -74,14 +81,7 @@ class FpfsCheckpointIO:
                 module.CheckpointIO.register(type(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        asynchronous, memory_bytes, threads, timeout_s = self._arguments
-        make = functools.partial(
-            type(self),
-            asynchronous=asynchronous,
-            memory_bytes=memory_bytes,
-            threads=threads,
-            timeout_s=timeout_s,
-        )
+        make = functools.partial(type(self), asynchronous=self._asynchronous, **self._options)
         return make, ()
 
     def save_checkpoint(
@@ -99,7 +99,7 @@ class FpfsCheckpointIO:
         os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
         # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
         has_an_end = "pytorch-lightning_version" in checkpoint and not _is_last_of_job(name)
-        if self._arguments[0] and has_an_end:
+        if self._asynchronous and has_an_end:
             self._saving = self._opened().save(checkpoint, name)
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
@@ -158,10 +158,7 @@ class FpfsCheckpointIO:
 
     def _opened(self) -> AsyncSaver:
         if self._saver is None:
-            _, memory_bytes, threads, timeout_s = self._arguments
-            self._saver = AsyncSaver(
-                group=ALONE, memory_bytes=memory_bytes, threads=threads, timeout_s=timeout_s
-            )
+            self._saver = AsyncSaver(group=ALONE, **self._options)
         return self._saver
 
     def _forget_of_parent(self) -> None:

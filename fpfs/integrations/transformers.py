@@ -56,7 +56,7 @@ _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     """Saves a Trainer's checkpoints: ``trainer.add_callback(FpfsCallback(trainer))``.
 
-    memory_bytes: of the copy, taken and touched now; otherwise the first save does.
+    memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
     threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
         by the ranks.
     timeout_s: seconds that a save waits for the one before.
@@ -75,6 +75,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Trainer,
         *,
         memory_bytes: int = 0,
+        staging_bytes: int | None = None,
         threads: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -83,7 +84,11 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._timeout_s = timeout_s
         self._saver = functools.partial(
-            AsyncSaver, memory_bytes=memory_bytes, threads=threads, timeout_s=timeout_s
+            AsyncSaver,
+            memory_bytes=memory_bytes,
+            staging_bytes=staging_bytes,
+            threads=threads,
+            timeout_s=timeout_s,
         )
         self._opened: AsyncSaver | None = self._saver()
         """None: made by the next save."""

@@ -303,9 +303,10 @@ def test_what_cannot_be_removed_is_told(
 def test_copies_are_new_ones(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
     """Lightning's launchers send it to other processes."""
     plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
-    asked = FpfsCheckpointIO(asynchronous=False, memory_bytes=1 << 20, threads=3, timeout_s=7)
+    options = {"memory_bytes": 1 << 20, "staging_bytes": 1 << 21, "threads": 3, "timeout_s": 7}
+    asked = FpfsCheckpointIO(asynchronous=False, **options)
     for other in (pickle.loads(pickle.dumps(asked)), copy.deepcopy(asked)):
-        assert other._arguments == (False, 1 << 20, 3, 7)
+        assert (other._asynchronous, other._options) == (False, options)
         other.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
         other.teardown()
     assert_is(plugin.load_checkpoint(tmp_path / "b.ckpt"), 2)
@@ -347,7 +348,7 @@ def test_what_is_refused(
             call("s3://bucket/a.ckpt")
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt"):
         plugin.load_checkpoint(tmp_path / "a.ckpt")
-    for words in ({"threads": 0}, {"memory_bytes": -1}):
+    for words in ({"threads": 0}, {"memory_bytes": -1}, {"staging_bytes": -1}):
         with pytest.raises(ValueError, match="give a number"):
             FpfsCheckpointIO(**words)
     assert list(tmp_path.iterdir()) == []
