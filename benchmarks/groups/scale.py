@@ -100,7 +100,7 @@ class _Others:
         own = msgspec.msgpack.encode(Process("another machine", 1, 1))
         for rank in range(1, self.size):
             self._store.set(f"process/{rank}", own)
-            self._store.set(f"call/{rank}", CALL)
+            self._store.set(f"call/{rank}", f"1 {CALL}")
             self._store.add(f"calls/{rank}", 1)
         return self
 

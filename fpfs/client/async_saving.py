@@ -136,8 +136,7 @@ class AsyncSaver:
     """Saves beside training, one checkpoint after the other.
 
     group, plan, timeout_s: as `save` has them.
-    in_flight: how many saves are under way at most, each with a copy of its own. A group of several
-        ranks has one: they learn of failures, and wait, at the same calls.
+    in_flight: how many saves are under way at most, each with a copy of its own.
     memory_bytes: taken and touched now, for each copy of what this rank writes of a state; what is
         missing, the first saves add, which take ten times as long then.
     staging_bytes: what each copy may take at most. What of a state is larger is written first, from
@@ -190,6 +189,8 @@ class AsyncSaver:
         self._staging_bytes = staging_bytes
         self._has_said = False
         """That a state was larger."""
+        self._last_number = 0
+        """Of a checkpoint in shares, which may be under way."""
         self._spare: deque[Memory] = deque()
         """The longest unused first: files that alternate find memory of their size."""
         if memory_bytes > 0:
@@ -254,11 +255,15 @@ class AsyncSaver:
         """
 
         def steps_of(peers: Peers) -> SharesSave:
-            return SharesSave(peers, copies=copies, timeout_s=self._timeout_s)
+            return SharesSave(
+                peers, copies=copies, timeout_s=self._timeout_s, after=self._last_number
+            )
 
-        return self._begin(
-            "save_shares", steps_of, lambda steps: steps.agree(state, directory, self._plan)
-        )
+        def agree(steps: SharesSave) -> None:
+            steps.agree(state, directory, self._plan)
+            self._last_number = steps.number
+
+        return self._begin("save_shares", steps_of, agree)
 
     def _begin(
         self, call: str, steps_of: Callable[[Peers], S], agree: Callable[[S], None]
@@ -267,15 +272,10 @@ class AsyncSaver:
         if self._closed:
             raise ValueError("the AsyncSaver is closed: make another one")
         started = time.monotonic()
-        self._make_room()
+        peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
+        self._make_room(peers)
         before = self._updates.saving
         held = self._updates.hold()
-        peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
-        if peers.size > 1 and self._in_flight > 1:
-            raise ValueError(
-                f"in_flight is {self._in_flight}, and a group of {peers.size} ranks has one save"
-                " under way: leave it out, or give group=fpfs.ALONE for files of this rank's own"
-            )
         steps = steps_of(peers)
         steps.__enter__()
         # An interrupt may come when the thread has taken it out.
@@ -325,11 +325,13 @@ class AsyncSaver:
             "the next step waits" if in_place.is_held else "save waits",
         )
 
-    def _make_room(self) -> None:
+    def _make_room(self, peers: Peers) -> None:
         """Return when another save may begin."""
         self._check_process()
         while self._under_way and (
-            len(self._under_way) >= self._in_flight or self._under_way[0].saving.durable.done()
+            len(self._under_way) >= self._in_flight
+            # Ranks of a group learn of a failure at the same call.
+            or (peers.size == 1 and self._under_way[0].saving.durable.done())
         ):
             self._await_oldest()
 

@@ -13,9 +13,10 @@ Invariants:
   * Saves are numbered by the calls of each rank, which are counted in the store. A rank that missed
     one joins the one that the others are in.
   * Keys are deleted when nobody may look at them any more: a message and its answer by the rank
-    that they are from and for, the rest by rank 0 in the next save.
+    that they are from and for, the rest by the last rank that leaves the call.
 
-Concurrency: used by one thread. A group has one save at a time.
+Concurrency: used by one thread at a time. A group may have several calls under way, which all ranks
+enter in the same order.
 """
 
 from __future__ import annotations
@@ -257,24 +258,27 @@ class Ranks:
 
     def _come(self) -> None:
         """Say that this rank has come, and find out which call the others are in."""
-        self._store.set(f"call/{self.rank}", self._call)
-        # First: a call that fails counts as well.
-        self._number = self._store.add(f"calls/{self.rank}", 1)
-        missed = (
-            max(self._store.numbers([f"calls/{rank}" for rank in self._awaited])) - self._number
-        )
-        for _ in range(missed):
-            if self._failed_without_me():
-                break  # to raise what the others may have left already
-            self._number = self._store.add(f"calls/{self.rank}", 1)
+        self._count()
+        awaited = self._store.numbers([f"calls/{rank}" for rank in self._awaited])
+        for _ in range(max(awaited) - self._number):
+            if not self._failed_for_want_of_me():
+                break
+            self._leave()
+            self._count()
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
 
-    def _failed_without_me(self) -> bool:
-        """Whether this call has failed, and not since this rank did not come."""
+    def _count(self) -> None:
+        """Count a call, before it may fail: who sees the number knows what is called."""
+        (before,) = self._store.numbers([f"calls/{self.rank}"])
+        self._store.set(f"call/{self.rank}", f"{before + 1} {self._call}")
+        self._number = self._store.add(f"calls/{self.rank}", 1)
+
+    def _failed_for_want_of_me(self) -> bool:
+        """Whether the others have given this call up, since this rank did not come."""
         if not self._store.check([self._key("failed")]):
             return False
         failure = msgspec.msgpack.decode(self._store.get(self._key("failed")), type=_Failure)
-        return bool(failure.rank != self.rank)
+        return bool(failure.rank == self.rank)
 
     def __exit__(
         self,
@@ -283,10 +287,11 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None:
-                # As in tell().
-                with contextlib.suppress(dist.DistError):
+            # As in tell().
+            with contextlib.suppress(dist.DistError):
+                if error is not None:
                     self._fail(error)
+                self._leave()
         finally:
             self._watch.close()
             self._store.close()
@@ -309,7 +314,6 @@ class Ranks:
             self._store.delete_key(name)
             # One may have handed in its message and given up then.
             self._check_failed()
-            self._forget_those_before()
             messages = self._store.read(list(keys.values()))
         handed_in = [mine, *(msgspec.msgpack.decode(each, type=type(mine)) for each in messages)]
         own, *answers = answer(handed_in)
@@ -427,16 +431,15 @@ class Ranks:
         ranks = [rank for rank in missing if rank not in self._came]
         numbers = self._store.numbers([f"calls/{rank}" for rank in ranks])
         came = [rank for rank, number in zip(ranks, numbers, strict=True) if number >= self._number]
-        called = self._store.get_all([f"call/{rank}" for rank in came])
-        for rank, call in zip(came, called, strict=True):
-            if call.decode() != self._call:
-                # It may have left this call by now: after it sent the message, or failed.
-                self.check()
-                if not self._store.check([missing[rank]]):
-                    raise ValueError(
-                        f"rank {rank} called {call.decode()} where this rank called {self._call}:"
-                        " all ranks of a group make the same calls, in the same order"
-                    )
+        for rank, said in zip(
+            came, self._store.get_all([f"call/{rank}" for rank in came]), strict=True
+        ):
+            number, call = said.decode().split(" ", 1)
+            if int(number) == self._number and call != self._call:
+                raise ValueError(
+                    f"rank {rank} called {call} where this rank called {self._call}: all ranks of"
+                    " a group make the same calls, in the same order"
+                )
         self._came.update(came)
         return [rank for rank in ranks if rank not in self._came]
 
@@ -506,39 +509,40 @@ class Ranks:
         raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, and leave when rank 0 has undone what was begun."""
+        """Tell the others, and return when rank 0 has undone what was begun."""
         self.tell(error)
         if self.rank == 0:
-            self._set("ended", b"")
             self._store.delete_key(self._exchange)
         # Then it reads and writes no more messages of this save.
-        elif self._exchange and (not self._is_in(0) or self._saw("ended")):
+        elif self._exchange and (not self._rank_0_is_in() or self._saw("ended")):
             own_answers = (f"{self._key(name)}.{self.rank}" for name in ANSWER_KEYS)
             self._store.remove([f"{self._exchange}/{self.rank}", *own_answers])
             self._store.delete_key(self._exchange)
 
-    def _is_in(self, rank: int) -> bool:
-        """Whether a rank is in this call by now, and in no later one."""
-        (number,) = self._store.numbers([f"calls/{rank}"])
-        return number == self._number
+    def _leave(self) -> None:
+        """Say that this rank looks at no key of this call any more; the last one deletes them."""
+        if self._number == 0:
+            return  # it has not come
+        if self.rank == 0:
+            self._set("ended", b"")
+        if self._store.add(self._key("left"), 1) == self.size:
+            for name in ("failed", "ended", "stays", "left"):
+                self._store.delete_key(self._key(name))
+            self._store.remove([self._key(name) for name in ANSWER_KEYS])
+
+    def _rank_0_is_in(self) -> bool:
+        """Whether rank 0 has come to this call, and has not left it."""
+        (number,) = self._store.numbers(["calls/0"])
+        return number >= self._number and not self._store.check([self._key("ended")])
 
     def _saw(self, name: str) -> bool:
         """Wait until rank 0 has said something of this save. Whether it has."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([self._key(name)]):
-            if self._gone() or not self._is_in(0) or time.monotonic() > deadline:
+            if self._gone() or not self._rank_0_is_in() or time.monotonic() > deadline:
                 return self._store.check([self._key(name)])
             time.sleep(self._poll_max_s)
         return True
-
-    def _forget_those_before(self) -> None:
-        """Delete what is left of saves that all ranks have left."""
-        first = self._store.add("forgotten", 0)
-        for number in range(first, self._number):
-            for name in ("failed", "ended", "stays"):
-                self._store.delete_key(f"{number}/{name}")
-            self._store.remove([f"{number}/{name}" for name in ANSWER_KEYS])
-        self._store.add("forgotten", self._number - first)
 
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"

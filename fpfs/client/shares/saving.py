@@ -235,11 +235,14 @@ class SharesSave:
     """A save over nodes, step by step. As a context: what is begun and not finished is undone.
 
     All ranks of the group do each step, which raises as `save_shares`.
+
+    after: the number of a checkpoint that this one is later than, though that may be under way.
     """
 
-    def __init__(self, peers: Peers, *, copies: int, timeout_s: float) -> None:
+    def __init__(self, peers: Peers, *, copies: int, timeout_s: float, after: int = 0) -> None:
         self._peers = peers
         self._copies = copies
+        self._after = after
         self._timeout_s = timeout_s
         self.path = ""
         """The directory, links followed."""
@@ -258,6 +261,11 @@ class SharesSave:
         self._of_others: Copies | None = None
         self._stays: bool | None = False
         """Whether the checkpoint is complete. None: rank 0 knows."""
+
+    @property
+    def number(self) -> int:
+        """The checkpoint's, when it is agreed on."""
+        return self._checkpoint.number
 
     def __enter__(self) -> SharesSave:
         self._peers.__enter__()
@@ -310,7 +318,7 @@ class SharesSave:
         self.path = resolve(directory)
         self._made = _make_directory(self.path)
         status = os.stat(self.path)
-        number = _last_number(self.path)
+        number = max(_last_number(self.path), self._after)
         site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number, self._copies)
 
         def answer(sites: list[_Site]) -> list[_Nodes]:

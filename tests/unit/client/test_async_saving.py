@@ -147,20 +147,6 @@ def test_of_several_one_fails(
     assert sorted(os.listdir(tmp_path)) == ["0.pt", "2.pt"]
 
 
-def save_several_together(path: str) -> str:
-    try:
-        AsyncSaver(in_flight=2).save({"step": 1}, path)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_have_one_under_way(forks: Worlds, path: Path) -> None:
-    for said in forks.start(2, save_several_together, path).values():
-        assert said.startswith("in_flight is 2, and a group of 2 ranks has one save under way")
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("in_flight", [0, -1, "2", 1.5])
 def test_saves_that_are_no_number(in_flight: Any) -> None:
     with pytest.raises(ValueError, match=r"in_flight is .*: give a number of saves, 1 or more"):

@@ -25,6 +25,7 @@ from fpfs.client import AsyncSaver, agreement, planning, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.shares import saving as shares_saving
+from fpfs.client.shares.gathering import verify
 from fpfs.core import transfers
 from tests.support.failures.calls import die, full
 from tests.support.ranks import Worlds
@@ -318,6 +319,8 @@ def test_ranks_with_unlike_room(forks: Worlds, tmp_path: Path, placement: str) -
     found = forks.start(4, save_beside, str(tmp_path), placement, [0, 2000, 10**6, 10**6]).values()
     assert found == [["in place"] * 2] * 2 + [["copied"] * 2] * 2
     assert zipfile.ZipFile(tmp_path / "state.pt").testzip() is None
+    _, checked = verify(directories(tmp_path, 2), progress=lambda *_: None)
+    assert [each.problem for each in checked] == [None] * len(checked)
     for path in (tmp_path / "state.pt", directories(tmp_path, 2)):
         loaded = client.load(path)
         assert loaded["step"] == 7
@@ -327,11 +330,17 @@ def test_ranks_with_unlike_room(forks: Worlds, tmp_path: Path, placement: str) -
 
 
 def save_columns(path: str, staging_bytes: list[int | None]) -> str:
-    """As a rank: others read parts of its tensors, which must be copied."""
+    """As a rank: others read parts of its tensor, which must be copied; another one need not."""
+    state = {
+        "columns": sharded(PLACEMENTS["columns"])["matrix torch.float32"],
+        "ordinary": torch.ones(37),
+    }
     with AsyncSaver(staging_bytes=staging_bytes[dist.get_rank()], strict=False) as saver:
         try:
-            state = {"columns": sharded(PLACEMENTS["columns"])["matrix torch.float32"]}
-            saver.save(state, path).durable.result(60)
+            began = saver.save(state, path)
+            for tensor in state.values():
+                own_part(tensor).fill_(-1)
+            began.durable.result(60)
         except (ValueError, client.RankFailed) as error:
             return str(error)
     return ""
@@ -346,7 +355,10 @@ def test_what_others_read_must_be_copied(forks: Worlds, path: Path) -> None:
     found = forks.start(2, save_columns, str(path), [None, 1775]).values()
     assert found == [f"rank 1: ValueError: {said}", said]
     assert is_as_before(path)
-    assert forks.start(2, save_columns, str(path), [None, 1792]).values() == ["", ""]
+    for own in ([None, 1792], [1792, None]):
+        assert forks.start(2, save_columns, str(path), own).values() == ["", ""]
+        expected = {"columns": wholes()["matrix torch.float32"], "ordinary": torch.ones(37)}
+        assert same(torch.load(path), expected)
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {

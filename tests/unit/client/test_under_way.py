@@ -1,0 +1,265 @@
+"""Ranks that have several calls under way: saves beside training, and others meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpfs import client
+from fpfs.client import AsyncSaver, writing
+from fpfs.client.replacement import Replacement
+from fpfs.core import transfers
+from tests.support.failures.calls import die
+from tests.support.ranks import Worlds
+from tests.support.states import directories, numbered, own_directory, same
+
+SAVES = 4
+
+
+def store_of() -> dist.Store:
+    """The one of the ranks' default group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def write_when_told(rank: int) -> threading.Event:
+    """Have a rank write nothing beside training until it is told to."""
+    go = threading.Event()
+    if dist.get_rank() != rank:
+        return go
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("fpfs-save"):
+            assert go.wait(60)
+        return transfers.write_pieces(*arguments, **options)
+
+    writing.write_pieces = write  # type: ignore[attr-defined, assignment]
+    return go
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "tensor": torch.full((300_000,), step)}
+
+
+def save_several(root: str, waits: int) -> list[Any]:
+    """As a rank: have several saves under way, of which one rank writes nothing yet."""
+    go = write_when_told(waits)
+    with AsyncSaver(in_flight=SAVES) as saver:
+        began = []
+        for step in range(SAVES):
+            state = state_of(step)
+            began.append(saver.save(state, os.path.join(root, f"{step}.pt")))
+            state["tensor"].fill_(-1)
+        none = [saving.acknowledged.done() for saving in began]
+        dist.barrier()
+        go.set()
+        for step in range(SAVES, 2 * SAVES):
+            saver.save(state_of(step), os.path.join(root, f"{step}.pt"))
+            assert began[step - SAVES].durable.done()
+        saver.wait()
+    return none
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_ranks_have_several_under_way(forks: Worlds, tmp_path: Path, waits: int) -> None:
+    assert forks.start(3, save_several, str(tmp_path), waits).values() == [[False] * SAVES] * 3
+    for step in range(2 * SAVES):
+        assert same(client.load(tmp_path / f"{step}.pt"), state_of(step))
+    assert len(os.listdir(tmp_path)) == 2 * SAVES
+
+
+def keys_of_many(root: str) -> list[int]:
+    """As a rank: how many keys the store has after each of some rounds."""
+    keys = []
+    with AsyncSaver(in_flight=3, strict=False) as saver:
+        for round_ in range(4):
+            for step in range(5):
+                saver.save(state_of(step), os.path.join(root, f"{step}.pt"))
+            if round_ == 2:  # A save that fails leaves nothing, either.
+                saver.save(state_of(0), os.path.join(root, "none", "state.pt"))
+            client.load(os.path.join(root, "former.pt"))
+            saver.wait()
+            dist.barrier()
+            keys.append(store_of().num_keys())
+            dist.barrier()
+    return keys
+
+
+def test_nothing_is_left_in_the_store(forks: Worlds, tmp_path: Path) -> None:
+    client.save(state_of(7), tmp_path / "former.pt")
+    for keys in forks.start(3, keys_of_many, str(tmp_path)).values():
+        assert keys == keys[:1] * 4
+
+
+def call_meanwhile(root: str, waits: int) -> list[Any]:
+    """As a rank: save and load by other calls while a save is under way."""
+    go = write_when_told(waits)
+    with AsyncSaver() as saver:
+        began = saver.save(state_of(1), os.path.join(root, "beside.pt"))
+        found = [client.load(os.path.join(root, "former.pt"))["step"]]
+        directory = own_directory(root, 2)
+        client.save_shares(numbered(2), directory, timeout_s=30)
+        found.append(client.load(directories(Path(root), 2))["step"])
+        found.append(began.acknowledged.done())
+        dist.barrier()
+        go.set()
+    return found
+
+
+@pytest.mark.parametrize("waits", [0, 1, 2])
+def test_other_calls_meanwhile(forks: Worlds, tmp_path: Path, waits: int) -> None:
+    """They neither wait for the save nor take its messages."""
+    client.save(state_of(7), tmp_path / "former.pt")
+    assert forks.start(3, call_meanwhile, str(tmp_path), waits).values() == [[7, 2, False]] * 3
+    assert same(client.load(tmp_path / "beside.pt"), state_of(1))
+
+
+def fail_once(root: str, killed: bool) -> list[str]:
+    """As a rank: the second of several saves fails on rank 1; what each call has raised."""
+    count = 0
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2 and dist.get_rank() == 1:
+            if killed:
+                die()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return transfers.write_pieces(*arguments, **options)
+
+    writing.write_pieces = write  # type: ignore[attr-defined, assignment]
+    said, began = [], []
+    saver = AsyncSaver(in_flight=2, timeout_s=60)
+    for step in range(6):
+        if step == 2 and dist.get_rank() == 1:
+            began[1].durable.exception(60)  # It knows, and waits for the same call nevertheless.
+        try:
+            began.append(saver.save(state_of(step), os.path.join(root, f"{step}.pt")))
+            said.append("")
+        except (OSError, client.RankFailed) as error:
+            said.append(f"{type(error).__name__}: {str(error).partition(' No')[0]}")
+            if killed:
+                return said
+    saver.close()
+    return said
+
+
+def test_all_learn_of_a_failure_at_the_same_call(forks: Worlds, tmp_path: Path) -> None:
+    other, failed, last = forks.start(3, fail_once, str(tmp_path), False).values()
+    # The call that waits for the second save begins none.
+    assert other == last
+    assert other[3].startswith("RankFailed: rank 1: OSError: [Errno 28]")
+    assert failed[3] == "OSError: [Errno 28]"
+    assert [said[:3] + said[4:] for said in (other, failed)] == [[""] * 5] * 2
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "2.pt", "4.pt", "5.pt"]
+    for step in (0, 2, 4, 5):
+        assert same(client.load(tmp_path / f"{step}.pt"), state_of(step))
+
+
+def test_a_rank_that_dies(forks: Worlds, tmp_path: Path) -> None:
+    """What came to an end before stays; what came after fails, and nobody hangs."""
+    other, dead, last = forks.start(3, fail_once, str(tmp_path), True).outcomes()
+    assert dead.error == -signal.SIGKILL
+    for outcome in (other, last):
+        assert outcome.value[-1] == "RankFailed: rank 1: its process is no more"
+    assert "0.pt" in os.listdir(tmp_path)
+    assert same(client.load(tmp_path / "0.pt"), state_of(0))
+    assert not (tmp_path / "1.pt").exists()
+
+
+def fail_while_rank_0_is_ahead(path: str) -> list[bool]:
+    """As a rank: rank 1 fails of a save, while rank 0 is in the next call, too."""
+    undo = Replacement.discard
+
+    def undo_slowly(self: Replacement) -> None:
+        if not store_of().check(["undone"]):
+            with pytest.raises(dist.DistStoreError):
+                store_of().wait(["rank 1 has returned"], timedelta(seconds=1))
+        undo(self)
+        store_of().set("undone", "")
+
+    Replacement.discard = undo_slowly  # type: ignore[method-assign]
+    go = write_when_told(1)
+    told = writing.write_pieces
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        told(*arguments, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if dist.get_rank() == 1:
+        writing.write_pieces = write  # type: ignore[attr-defined, assignment]
+    with AsyncSaver(in_flight=2, strict=False) as saver:
+        first = saver.save(state_of(1), path)
+        saver.save(state_of(2), path)
+        dist.barrier()
+        go.set()
+        first.durable.exception(60)
+        is_undone = store_of().check(["undone"])
+        if dist.get_rank() == 1:
+            store_of().set("rank 1 has returned", "")
+            writing.write_pieces = transfers.write_pieces  # type: ignore[attr-defined]
+    return [is_undone]
+
+
+def test_who_fails_waits_until_rank_0_has_undone_it(forks: Worlds, path: Path) -> None:
+    assert forks.start(2, fail_while_rank_0_is_ahead, str(path)).values()[1] == [True]
+
+
+def save_to_one_directory(root: str) -> None:
+    """As a rank: many checkpoints of one directory, several under way."""
+    with AsyncSaver(in_flight=4) as saver:
+        for step in range(12):
+            saver.save_shares(numbered(step), own_directory(root, 2), copies=1 + step % 2)
+
+
+def test_the_last_of_several_is_the_newest(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_to_one_directory, str(tmp_path)).values()
+    assert same(client.load(directories(tmp_path, 2)), numbered(11))
+
+
+def test_the_last_of_several_of_one_process_is_the_newest(tmp_path: Path) -> None:
+    with AsyncSaver(in_flight=8) as saver:
+        for step in range(12):
+            saver.save_shares(numbered(step), tmp_path)
+    assert client.load(tmp_path)["step"] == 11
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def miss_one(root: str, misses: int) -> list[str]:
+    """As a rank: one misses the second of some saves, of which one is under way."""
+    said = []
+    with AsyncSaver(in_flight=2) as saver:
+        saver.save(state_of(0), os.path.join(root, "0.pt"))
+        if dist.get_rank() != misses:
+            try:
+                client.save(state_of(1), os.path.join(root, "1.pt"), timeout_s=1.0)
+            except client.RankFailed as error:
+                said.append(str(error))
+        dist.barrier()
+        for _ in range(2):
+            try:
+                client.save(state_of(2), os.path.join(root, "2.pt"))
+                break
+            except client.RankFailed as error:  # It came to the one that it had missed.
+                said.append(str(error))
+        saver.save(state_of(3), os.path.join(root, "3.pt"))
+    return said
+
+
+@pytest.mark.parametrize("misses", [0, 1])
+def test_who_missed_a_call_comes_to_the_next(forks: Worlds, tmp_path: Path, misses: int) -> None:
+    found = forks.start(3, miss_one, str(tmp_path), misses).values()
+    for rank, said in enumerate(found):
+        assert len(said) <= 1 if rank == misses else len(said) == 1
+        assert all(each.startswith(f"rank {misses}: did not call save within") for each in said)
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "2.pt", "3.pt"]
+    for step in (0, 2, 3):
+        assert same(client.load(tmp_path / f"{step}.pt"), state_of(step))
