@@ -326,6 +326,17 @@ class Commands:
         wait = getattr(self._plugin, "wait", self._plugin.teardown)
         wait()
 
+    def save_by_transformers(self, *, path: str, total_bytes: int, by_fpfs: bool) -> Timing:
+        """Train by a Trainer that saves to `path`; when the checkpoint held it."""
+        from benchmarks.peers.transformers_trainer import Run
+
+        if self._plugin is None:
+            self._plugin = Run(total_bytes=total_bytes, by_fpfs=by_fpfs)
+        return self._plugin.train(path)
+
+    def wait_transformers(self) -> None:
+        """Nothing: a run ends when all is saved, by fpfs durable."""
+
     def save_by_deepspeed(self, *, path: str, engine: str) -> None:
         """Save a checkpoint as DeepSpeed does, by an engine: until weights may be updated."""
         from benchmarks.peers.deepspeed_engine import make_decoupled, make_fpfs, make_torch, save
@@ -439,15 +450,16 @@ class Commands:
 
 
 def _answer(commands: Commands, request: dict[str, Any]) -> dict[str, Any]:
-    action: Callable[..., None] = getattr(commands, request.pop("command"))
+    action: Callable[..., Timing | None] = getattr(commands, request.pop("command"))
     started_s = time.monotonic()
     try:
-        action(**request)
+        counted = action(**request)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return {"error": repr(error)}
-    ended_s = time.monotonic()
+    # Of some commands a part counts.
+    timing = counted or Timing(started_s=started_s, ended_s=time.monotonic())
     gc.collect()
-    return {"started_s": started_s, "ended_s": ended_s}
+    return {"started_s": timing.started_s, "ended_s": timing.ended_s}
 
 
 def main() -> None:

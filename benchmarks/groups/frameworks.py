@@ -28,9 +28,15 @@ class _Save(NamedTuple):
 
 
 @contextlib.contextmanager
-def _stalls(bench: Bench, *, saves: Sequence[_Save], wait: str) -> Iterator[Sequence[Entry]]:
-    """Seconds that training waits for a save, beside one copy; `wait` waits for its end."""
+def _stalls(
+    bench: Bench, *, saves: Sequence[_Save], wait: str, has_own_state: bool = False
+) -> Iterator[Sequence[Entry]]:
+    """Seconds that training waits for a save, beside one copy; `wait` waits for its end.
+
+    has_own_state: what saves is told how many bytes, and makes them.
+    """
     tensors = bench.scale.tensors
+    told = {"total_bytes": state_bytes(tensors)} if has_own_state else {}
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(bench.plain())
         mount = stack.enter_context(bench.fpfs())
@@ -40,12 +46,13 @@ def _stalls(bench: Bench, *, saves: Sequence[_Save], wait: str) -> Iterator[Sequ
         entries += [
             beside(
                 save.name,
-                worker=stack.enter_context(bench.worker(tensors=tensors)),
+                worker=stack.enter_context(bench.worker(tensors=0 if has_own_state else tensors)),
                 folder=mount.path if save.on_fpfs else plain,
                 flush=mount.flush,
                 command=save.command,
                 wait=wait,
                 **save.options,
+                **told,
             )
             for save in saves
         ]
@@ -133,6 +140,25 @@ GROUPS = (
         bounds=(
             Bound(contender="FpfsCheckpointIO", peer="copy", figure=1.15, sense=Sense.AT_MOST),
             Bound(contender="FpfsCheckpointIO", peer="Lightning", sense=Sense.AT_MOST, figure=0.5),
+        ),
+    ),
+    Group(
+        name="transformers-stall",
+        title="a checkpoint of transformers' Trainer of 1 GiB, until the next step begins",
+        unit="s",
+        open=functools.partial(
+            _stalls,
+            wait="wait_transformers",
+            has_own_state=True,
+            saves=(
+                _Save("FpfsCallback", True, "save_by_transformers", {"by_fpfs": True}),
+                _Save("Trainer", False, "save_by_transformers", {"by_fpfs": False}),
+                _Save("Trainer on fpfs", True, "save_by_transformers", {"by_fpfs": False}),
+            ),
+        ),
+        bounds=(
+            Bound(contender="FpfsCallback", peer="copy", figure=1.15, sense=Sense.AT_MOST),
+            Bound(contender="FpfsCallback", peer="Trainer", sense=Sense.AT_MOST, figure=0.5),
         ),
     ),
     Group(
