@@ -139,9 +139,9 @@ class AsyncSaver:
     in_flight: how many saves are under way at most, each with a copy of its own.
     memory_bytes: taken and touched now, for each copy of what this rank writes of a state; what is
         missing, the first saves add, which take ten times as long then.
-    staging_bytes: what each copy may take at most. What of a state is larger is written first, from
-        where it lies, and what may change it waits for that: the next step, or `save` itself, of
-        what `optimizers` do not have. None: what states need.
+    staging_bytes: what each copy may take at most. What has no room is written from where it lies,
+        before the rest, and who may change it waits for that: the next step, or `save` itself, if
+        there is more than that of what `optimizers` do not have. None: what states need.
     optimizers: their parameters and states in the processor's memory are copied after `save` has
         returned, and their next step waits for that. What else changes them must do so after
         `wait_before_update`. `save` is called between steps, not within one.
@@ -203,7 +203,7 @@ class AsyncSaver:
         self._under_way: deque[_UnderWay] = deque()
         """The oldest first."""
         self._pid = os.getpid()
-        self._updates = Updates(optimizers)
+        self._updates = Updates(optimizers, timeout_s=timeout_s)
 
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
@@ -274,7 +274,7 @@ class AsyncSaver:
         started = time.monotonic()
         peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
         self._make_room(peers)
-        before = self._updates.saving
+        before = self._updates.savings
         held = self._updates.hold()
         steps = steps_of(peers)
         steps.__enter__()
@@ -291,23 +291,23 @@ class AsyncSaver:
                 progress=steps.progress,
                 in_place_bytes=in_place.bytes,
             )
-            self._updates.saving = saving
+            self._updates.savings = (*(each.saving for each in self._under_way), saving)
             copied = self._copying.submit(_copy, saving, steps, held)
             self._under_way.append(_UnderWay(saving, memory))
             self._writing.submit(_write, saving, entered, copied, given_up, self._threads)
             self._say(in_place)
             if not in_place.is_held:
-                saving.staged.exception()
+                self._updates.wait()
                 saving.stall_s = time.monotonic() - started
         except BaseException as error:
             given_up.set()
             with contextlib.suppress(IndexError):
                 entered.pop()
-                if self._updates.saving is before:
+                if self._updates.savings is before:
                     self._spare.appendleft(memory)
                 elif self._under_way and self._under_way[-1].memory is memory:
                     self._under_way.pop()
-                self._updates.saving = before
+                self._updates.savings = before
                 steps.__exit__(type(error), error, error.__traceback__)
             raise
         return saving
@@ -353,7 +353,10 @@ class AsyncSaver:
             raise RuntimeError("an AsyncSaver is for the process that made it: make one here")
 
     def wait_before_update(self) -> None:
-        """Return when all of the last save is copied, or it has failed: the state may change."""
+        """Return when the state may change: all saves have it, or have failed.
+
+        Raises TimeoutError if that takes longer than `timeout_s`, as do steps of `optimizers`.
+        """
         self._updates.wait()
 
     def wait(self) -> None:

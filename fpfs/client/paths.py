@@ -99,7 +99,8 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 def name_file(error: BaseException | None, path: str) -> None:
     """Have an OSError name the file that it is of: what fails for a descriptor does not know it."""
-    if isinstance(error, OSError) and error.filename is None and path:
+    # TimeoutError is one, too, and has no errno where it is not the system's.
+    if isinstance(error, OSError) and error.errno and error.filename is None and path:
         error.filename = path
 
 

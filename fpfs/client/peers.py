@@ -264,14 +264,17 @@ class Ranks:
             if not self._failed_for_want_of_me():
                 break
             self._leave()
+            self._number = 0
             self._count()
         self._store.set(f"process/{self.rank}", msgspec.msgpack.encode(Process.own()))
 
     def _count(self) -> None:
-        """Count a call, before it may fail: who sees the number knows what is called."""
-        (before,) = self._store.numbers([f"calls/{self.rank}"])
-        self._store.set(f"call/{self.rank}", f"{before + 1} {self._call}")
-        self._number = self._store.add(f"calls/{self.rank}", 1)
+        """Count a call: who sees the number knows what is called. Nothing, if it is counted."""
+        (counted,) = self._store.numbers([f"calls/{self.rank}"])
+        self._number = self._number or counted + 1
+        if counted < self._number:
+            self._store.set(f"call/{self.rank}", f"{self._number} {self._call}")
+            self._store.add(f"calls/{self.rank}", 1)
 
     def _failed_for_want_of_me(self) -> bool:
         """Whether the others have given this call up, since this rank did not come."""
@@ -290,6 +293,8 @@ class Ranks:
             # As in tell().
             with contextlib.suppress(dist.DistError):
                 if error is not None:
+                    # An interrupt may have come before.
+                    self._count()
                     self._fail(error)
                 self._leave()
         finally:
@@ -521,8 +526,6 @@ class Ranks:
 
     def _leave(self) -> None:
         """Say that this rank looks at no key of this call any more; the last one deletes them."""
-        if self._number == 0:
-            return  # it has not come
         if self.rank == 0:
             self._set("ended", b"")
         if self._store.add(self._key("left"), 1) == self.size:

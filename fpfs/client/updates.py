@@ -61,12 +61,18 @@ class Updates:
     Raises TypeError of what is no torch.optim.Optimizer.
     """
 
-    def __init__(self, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        timeout_s: float,
+    ) -> None:
         if not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
         self._optimizers = tuple(optimizers)
-        self.saving: Saving | None = None
-        """What steps wait for."""
+        self.savings: tuple[Saving, ...] = ()
+        """What steps wait for, at most `timeout_s`."""
+        self._timeout_s = timeout_s
         self._pid = os.getpid()
         for optimizer in self._optimizers:
             # Some wrap another one, and make no hooks.
@@ -84,14 +90,24 @@ class Updates:
         ]
 
     def wait(self) -> None:
-        """Return when all of `saving` is copied, or it has failed."""
-        saving = self.saving
+        """Return when nothing of `savings` is still to be copied, or written from where it lies.
+
+        Raises TimeoutError.
+        """
         # A child of the process has its own copy of everything, and no thread.
-        if saving is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        started = time.monotonic()
-        saving.staged.exception()
-        saving.update_wait_s += time.monotonic() - started
+        for saving in self.savings:
+            started = time.monotonic()
+            try:
+                saving.staged.exception(self._timeout_s)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"the save of {saving.path} has had {self._timeout_s:.0f} s, and still reads"
+                    " what is to be changed"
+                ) from None
+            finally:
+                saving.update_wait_s += time.monotonic() - started
 
     def hold(self) -> Held:
         """What does not change from now until the next step: of the processor's memory."""

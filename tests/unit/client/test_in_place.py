@@ -203,6 +203,45 @@ def test_the_call_waits_for_what_nobody_holds(path: Path, writers: Writers) -> N
     assert torch.load(path)["other"].unique().tolist() == [1]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_waits_for_all_saves(path: Path, writers: Writers, waits: bool) -> None:
+    """Also where the last one has a copy of all that it writes."""
+    training = Training()
+    options: dict[str, Any] = {"optimizers": training.optimizer, "staging_bytes": 0}
+    with AsyncSaver(in_flight=3, **options) as saver:
+        began = saver.save({"parameters": training.parameters}, path)
+        small = saver.save({}, f"{path}.small")
+        small.staged.result(60)
+        act = saver.wait_before_update if waits else training.step
+        acted = threading.Thread(target=act)
+        acted.start()
+        acted.join(0.2)
+        assert acted.is_alive()
+        writers.go.set()
+        acted.join(60)
+        assert began.staged.done()
+        training.step()
+    found = torch.load(path)["parameters"]
+    assert [each.unique().tolist() for each in found] == [[0], [1], [2], [3]]
+
+
+def test_what_does_not_end_is_given_up(path: Path, writers: Writers) -> None:
+    """By the step, which changes nothing, and by a call, which saves nothing."""
+    training = Training()
+    saver = AsyncSaver(optimizers=training.optimizer, staging_bytes=0, timeout_s=0.1, in_flight=2)
+    saver.save({"parameters": training.parameters}, path)
+    for act in (training.step, saver.wait_before_update):
+        with pytest.raises(TimeoutError, match=r"the save of .*state\.pt has had 0 s, and still"):
+            act()
+    assert training.parameters[0].unique().tolist() == [0]
+    with pytest.raises(TimeoutError, match="still reads what is to be changed"):
+        saver.save(training.state(), f"{path}.second")
+    writers.go.set()
+    saver.close()
+    assert same(torch.load(path)["parameters"][3], Training().parameters[3])
+    assert not Path(f"{path}.second").exists()
+
+
 def test_what_changes_them_besides(path: Path, writers: Writers) -> None:
     training = Training()
     saver = AsyncSaver(optimizers=training.optimizer, staging_bytes=2 * MIB)
@@ -270,7 +309,7 @@ def test_it_is_said_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with AsyncSaver(optimizers=optimizers, staging_bytes=2 * MIB) as saver:
             for _ in range(3):
                 saver.save(training.state(), path)
-        (record,) = caplog.records
+        (record,) = (each for each in caplog.records if each.name == "fpfs.client.async_saving")
         assert record.message == (
             "3.00 MiB of a state are written from where they lie, since staging_bytes is 2.00 MiB:"
             f" {waits} for that"

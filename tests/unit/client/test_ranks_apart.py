@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fpfs import client
 from fpfs.client import peers, writing
+from fpfs.client import store as stores
 from tests.support.ranks import Worlds
 from tests.support.states import FORMER, is_as_before, large_state, own_directory
 
@@ -172,6 +173,46 @@ def test_who_waits_for_rank_0_can_be_interrupted(forks: Worlds, path: Path) -> N
     assert second == "interrupted"
     assert first == "RankFailed: rank 1: KeyboardInterrupt: "
     assert not path.exists()
+
+
+def interrupt_counting(path: str, rank: int, calls: int) -> list[Any]:
+    """As a rank: one is interrupted after so many calls of the store; how many keys are left."""
+    keys, said = [], []
+    call = stores.Store._call
+    left = calls
+
+    def be_interrupted(self: stores.Store, *arguments: Any) -> Any:
+        nonlocal left
+        found = call(self, *arguments)
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return found
+
+    for number in range(3):
+        if number == 1 and dist.get_rank() == rank:
+            stores.Store._call = be_interrupted  # type: ignore[method-assign]
+        try:
+            client.save({}, path, timeout_s=LONG_S)
+        except (KeyboardInterrupt, client.RankFailed) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+        keys.append(default_store().num_keys())
+        dist.barrier()
+    return [said, keys[1] == keys[0] == keys[2]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+def test_who_is_interrupted_while_it_comes_says_so(
+    forks: Worlds, path: Path, rank: int, calls: int
+) -> None:
+    for other, (said, same_keys) in enumerate(
+        forks.start(2, interrupt_counting, path, rank, calls).values()
+    ):
+        cause = "KeyboardInterrupt: "
+        assert said == [cause if other == rank else f"RankFailed: rank {rank}: {cause}"]
+        assert same_keys
 
 
 def miss_calls(path: str) -> list[int]:
