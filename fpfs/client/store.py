@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 VALUE_BYTES_MAX = 4 * 1024 * 1024
 """TCPStore refuses values above 8 MiB."""
-BATCH_BYTES_MAX = 16 * 1024 * 1024
+BATCH_BYTES_MAX = 1024 * 1024
+"""Of one request of several values: some of 16 MiB take 10 s, and its values one by one 0.04."""
 BATCH_KEYS_MAX = 10_000
-"""Of one request."""
 
 _NOTHING = "nothing"
 """What no key has as its value."""
@@ -114,7 +114,7 @@ class Store:
     def _put(self, messages: Mapping[str, bytes]) -> None:
         values = dict(value for key, message in messages.items() for value in _cut(key, message))
         for batch in _batches(values):
-            if self._store.has_extended_api():
+            if len(batch) > 1 and self._store.has_extended_api():
                 self._store.multi_set(list(batch), list(batch.values()))
             else:
                 for key, value in batch.items():
@@ -128,11 +128,18 @@ class Store:
         return found
 
     def _get_all(self, keys: Sequence[str]) -> list[bytes]:
-        if len(keys) < 2 or not self._store.has_extended_api():
-            return [bytes(self._store.get(key)) for key in keys]
         found: list[bytes] = []
-        for first in range(0, len(keys), BATCH_KEYS_MAX):
-            found += map(bytes, self._store.multi_get(list(keys[first : first + BATCH_KEYS_MAX])))
+        count = 1
+        while len(found) < len(keys):
+            batch = list(keys[len(found) : len(found) + count])
+            if len(batch) > 1 and self._store.has_extended_api():
+                values = list(map(bytes, self._store.multi_get(batch)))
+            else:
+                values = [bytes(self._store.get(key)) for key in batch]
+            found += values
+            # Those of one call are about as large as each other.
+            largest = max(map(len, values))
+            count = max(1, min(BATCH_BYTES_MAX // max(1, largest), BATCH_KEYS_MAX))
         return found
 
     def _call(self, function: Callable[[], Any]) -> Any:
