@@ -65,7 +65,8 @@ class RankFailed(RuntimeError):
     (Or, of a `Saving` that is acknowledged, the new file may not survive power loss. And who has
     given up waiting for rank 0 does not know whether that one has saved all the same.)
 
-    It is raised on all ranks but the one that failed, which raises its own error.
+    It is raised on all ranks but the one that failed, which raises its own error; also on one that
+    does not know that it has, since others have given up waiting for it.
     """
 
     def __init__(self, rank: int, cause: str, *, errno: int | None = None, gone: bool = False):

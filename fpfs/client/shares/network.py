@@ -10,11 +10,13 @@ Concurrency: a `Listener` has a thread that accepts, and one for each connection
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -31,7 +33,9 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 """Names the network interfaces that are used, with commas, as it does to torch.distributed."""
 ACCEPT_AGAIN_S = 0.05
 CONNECT_S = 10.0
-"""How long one address is tried."""
+"""How long one address is tried at a time."""
+LOOK_S = 0.2
+"""How often whoever waits looks what became of the others."""
 BACKLOG = 1024
 SECRET_BYTES = 16
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
@@ -61,6 +65,7 @@ class Listener:
         self._serve = serve
         self._lock = threading.Lock()
         self._closed = False
+        self._has_warned = False
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         hosts = _own_hosts(store)
@@ -120,13 +125,8 @@ class Listener:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(CONNECT_S)
-            said = bytearray(SECRET_BYTES)
-            receive(connection, memoryview(said))
-            if not hmac.compare_digest(said, self.address.asks):
-                logger.warning("a stranger has connected: %s", connection.getpeername())
+            if not self._is_asked(connection):
                 return
-            connection.sendall(self.address.answers)
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._serve(connection)
@@ -136,6 +136,30 @@ class Listener:
         finally:
             self._end(connection)
 
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """Whether it is one of the ranks that has connected. Both have said their secrets then."""
+        deadline_s = time.monotonic() + CONNECT_S
+
+        def idle() -> None:
+            if time.monotonic() > deadline_s:
+                raise _SilentError
+
+        connection.settimeout(LOOK_S)
+        said = bytearray(SECRET_BYTES)
+        try:
+            receive(connection, memoryview(said), idle=idle)
+            if not hmac.compare_digest(said, self.address.asks):
+                # Many may: some machines are searched for ports all the time.
+                level = logging.DEBUG if self._has_warned else logging.WARNING
+                self._has_warned = True
+                logger.log(level, "a stranger has connected: %s", connection.getpeername())
+                return False
+            send(connection, memoryview(self.address.answers), idle=idle)
+        except _SilentError:
+            logger.debug("who has connected says nothing: %s", connection.getpeername())
+            return False
+        return True
+
     def _end(self, connection: socket.socket) -> None:
         with self._lock:
             self._connections.discard(connection)
@@ -143,28 +167,63 @@ class Listener:
 
 
 def connect(address: Address, *, look: Callable[[], object] = lambda: None) -> socket.socket:
-    """Return a connection. Raises ConnectionError that says what became of each address.
+    """Return a connection whose timeout is `LOOK_S`.
 
-    look: called before each one; what it raises ends this.
+    look: called every so often; what it raises ends this. An address that is silent is tried until
+        then: its process may be held up.
+
+    Raises ConnectionError that says what became of each address if none is silent, and OSError of
+    what this process lacks.
     """
-    failures = []
-    for host in address.hosts:
+    while True:
+        failures = []
+        for host in address.hosts:
+            try:
+                return _connect(host, address, look)
+            except _SilentError:
+                pass
+            except (ConnectionError, EOFError) as error:
+                failures.append(f"{host}: {error}")
+        if len(failures) == len(address.hosts):
+            raise ConnectionError("; ".join(failures))
+
+
+class _SilentError(Exception):
+    """Who should have said something has not."""
+
+
+def _connect(host: str, address: Address, look: Callable[[], object]) -> socket.socket:
+    deadline_s = time.monotonic() + CONNECT_S
+
+    def idle() -> None:
         look()
-        connection = None
-        try:
-            connection = socket.create_connection((host, address.port), CONNECT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(address.asks)
-            said = bytearray(SECRET_BYTES)
-            receive(connection, memoryview(said))
-            if hmac.compare_digest(said, address.answers):
-                return connection
-            failures.append(f"{host}: another process listens there")
-        except (OSError, EOFError) as error:
-            failures.append(f"{host}: {error}")
-        if connection is not None:
-            connection.close()
-    raise ConnectionError("; ".join(failures))
+        if time.monotonic() > deadline_s:
+            raise _SilentError
+
+    idle()
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        connection.setblocking(False)
+        number = connection.connect_ex((host, address.port))
+        if number == errno.EINPROGRESS:
+            connecting = select.poll()
+            connecting.register(connection, select.POLLOUT)
+            while not connecting.poll(LOOK_S * 1000):
+                idle()
+            number = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number != 0:
+            raise ConnectionError(f"[Errno {number}] {os.strerror(number)}")
+        connection.settimeout(LOOK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send(connection, memoryview(address.asks), idle=idle)
+        said = bytearray(SECRET_BYTES)
+        receive(connection, memoryview(said), idle=idle)
+        if not hmac.compare_digest(said, address.answers):
+            raise ConnectionError("another process listens there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def shut_down(connection: socket.socket) -> None:
@@ -178,35 +237,37 @@ def receive(
 ) -> None:
     """Fill memory. EOFError when the other end is closed.
 
-    idle: called when nothing has come for the socket's timeout; what it raises ends this. None:
-    that is a TimeoutError.
+    idle: called every `LOOK_S`, if the socket's timeout is not longer; what it raises ends this.
+        None: the timeout is a TimeoutError.
     """
-    while view:
-        try:
-            count = connection.recv_into(view)
-        except TimeoutError:
-            if idle is None:
-                raise
-            idle()
-            continue
-        if count == 0:
-            raise EOFError("the other end is closed")
-        view = view[count:]
+    _move(connection.recv_into, view, idle)
 
 
 def send(
     connection: socket.socket, view: memoryview, *, idle: Callable[[], None] | None = None
 ) -> None:
     """Send memory; `idle` and TimeoutError as `receive` has them."""
+    _move(connection.send, view, idle)
+
+
+def _move(
+    call: Callable[[memoryview], int], view: memoryview, idle: Callable[[], None] | None
+) -> None:
+    looked_s = time.monotonic()
     while view:
         try:
-            count = connection.send(view)
+            count = call(view)
         except TimeoutError:
             if idle is None:
                 raise
+        else:
+            if count == 0:
+                raise EOFError("the other end is closed")
+            view = view[count:]
+        # Also while bytes come, which may be few.
+        if idle is not None and time.monotonic() - looked_s >= LOOK_S:
             idle()
-            continue
-        view = view[count:]
+            looked_s = time.monotonic()
 
 
 def send_message(

@@ -17,7 +17,6 @@ import concurrent.futures
 import ctypes
 import errno
 import math
-import os
 import socket
 import threading
 import time
@@ -40,8 +39,6 @@ PIECES_MAX = 10_000
 CONNECTIONS = 2
 """To one rank: while one answer is sent, the next is read."""
 THREADS_MAX = 8
-IDLE_S = 0.2
-"""How often whoever waits for bytes looks what became of the others."""
 TOLD_S = 5.0
 """How long it may take until a rank's end is known by all."""
 
@@ -173,14 +170,16 @@ class Serving:
         if answer.errno is not None:
             raise OSError(answer.errno, answer.error)
 
-    def _look(self, server: int, deadline_s: float) -> None:
+    def _look(
+        self, server: int, deadline_s: float, lacking: str = "has not sent what it was asked for"
+    ) -> None:
         """Raise what ends the waiting for a rank, if anything does."""
         with self._checking:
             self._peers.check()
         if self._gives_up.is_set():
             raise concurrent.futures.CancelledError
         if time.monotonic() > deadline_s:
-            raise RankFailed(server, f"sent nothing for {self._timeout_s:.0f} s")
+            raise RankFailed(server, f"{lacking} within {self._timeout_s:.0f} s")
 
     def _find_out(self, server: int, cause: str) -> NoReturn:
         """Raise why a rank is no longer there; `cause`, if nobody says so."""
@@ -198,15 +197,19 @@ class Serving:
         deadline_s = time.monotonic() + self._timeout_s
         poll_s = POLL_MIN_S
         while (published := self._peers.published(_key(server))) is None:
-            self._look(server, deadline_s)
+            self._look(server, deadline_s, "has not told its address")
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, POLL_MAX_S)
         address = msgspec.msgpack.decode(published, type=network.Address)
+        lacking = f"has not answered at {', '.join(address.hosts)}, port {address.port},"
+
+        def look() -> None:
+            self._look(server, deadline_s, lacking)
+
         try:
-            connection = network.connect(address, look=lambda: self._look(server, deadline_s))
+            connection = network.connect(address, look=look)
         except ConnectionError as error:
             self._find_out(server, f"cannot be reached: {error}")
-        connection.settimeout(IDLE_S)
         with self._lock:
             self._connections.add(connection)
             if self._gives_up.is_set():
@@ -219,26 +222,29 @@ class Serving:
         while True:
             question = network.receive_message(connection, _Question)
             size = sum(count for _, count in question.pieces)
-            if buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            content = buffer[:size]
-            answer = self._read(question, content)
+            answer = _Answer()
+            try:
+                if buffer.numel() < size:
+                    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+                self._read(question, buffer)
+            except OSError as error:
+                answer = self._failed(error.errno or errno.EIO, error.strerror or str(error))
+            except Exception as error:  # noqa: BLE001 who asks raises it
+                answer = self._failed(errno.EIO, f"{type(error).__name__}: {error}")
             network.send_message(connection, answer)
             if answer.errno is None:
-                connection.sendall(content.numpy())
+                network.send(connection, memoryview(buffer[:size].numpy()))
 
-    def _read(self, question: _Question, content: torch.Tensor) -> _Answer:
+    def _read(self, question: _Question, buffer: torch.Tensor) -> None:
         """Read what is asked for."""
-        address, pieces = content.data_ptr(), list[Piece]()
+        address, pieces = buffer.data_ptr(), list[Piece]()
         for offset, count in question.pieces:
             pieces.append((address, count, offset))
             address += count
-        try:
-            run_to_end(self._shares[question.share].start(pieces, content))
-        except OSError as error:
-            number = error.errno or errno.EIO
-            return _Answer(number, f"{os.strerror(number)} (as rank {self._peers.rank} reads it)")
-        return _Answer()
+        run_to_end(self._shares[question.share].start(pieces, buffer))
+
+    def _failed(self, number: int, cause: str) -> _Answer:
+        return _Answer(number, f"{cause} (as rank {self._peers.rank} reads it)")
 
 
 class _Pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -92,6 +93,109 @@ def test_a_process_that_says_nothing_does_not_hold_who_listens() -> None:
     assert threads() == []
 
 
+def test_a_stranger_holds_who_listens_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that says a byte now and then; and one line says that there are such."""
+    monkeypatch.setattr(network, "CONNECT_S", 0.3)
+    monkeypatch.setattr(network, "LOOK_S", 0.01)
+    with listening() as listener:
+        place = ("127.0.0.1", listener.address.port)
+        with socket.create_connection(place) as trickling:
+            trickling.settimeout(0.05)
+            said = 0
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    trickling.sendall(b"x")
+                    said += 1
+                    try:
+                        assert trickling.recv(1) == b""
+                        break
+                    except TimeoutError:
+                        pass
+            assert said < network.SECRET_BYTES
+        for _ in range(3):
+            with socket.create_connection(place) as stranger:
+                stranger.sendall(bytes(network.SECRET_BYTES))
+                assert stranger.recv(1) == b""
+    assert caplog.text.count("a stranger has connected") == 1
+
+
+class Silent:
+    """A process that listens and says nothing, or does not even accept."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=0 if not accepts else 8)
+        self.place = self._socket.getsockname()
+        # One is accepted by the kernel; it does not answer the next.
+        self._before = [] if accepts else [socket.create_connection(self.place)]
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self._socket, *self._before):
+            each.close()
+
+    def accept(self) -> socket.socket:
+        connection, _ = self._socket.accept()
+        return connection
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_who_connects_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, accepts: bool) -> None:
+    monkeypatch.setattr(network, "LOOK_S", 0.01)
+    with Silent(accepts=accepts) as silent:
+        looks = 0
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 4:
+                raise GivenUpError
+
+        with pytest.raises(GivenUpError):
+            network.connect(Address(["127.0.0.1"], silent.place[1], b"asks", b""), look=look)
+
+
+def test_who_is_held_up_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "CONNECT_S", 0.05)
+    monkeypatch.setattr(network, "LOOK_S", 0.01)
+    address = Address(["127.0.0.1"], 0, os.urandom(16), os.urandom(16))
+    with Silent(accepts=True) as silent:
+
+        def answer_the_third() -> None:
+            for number in range(3):
+                with silent.accept() as connection:
+                    assert connection.recv(16) == address.asks
+                    if number == 2:
+                        connection.sendall(address.answers)
+                    # Until who asks has gone.
+                    assert connection.recv(1) == b""
+
+        thread = threading.Thread(target=answer_the_third)
+        thread.start()
+        # What refuses does not end the trying.
+        found = replaced(address, hosts=["240.0.0.1", "127.0.0.1"], port=silent.place[1])
+        network.connect(found).close()
+        thread.join()
+
+
+def test_what_this_process_lacks_is_its_own_error() -> None:
+    """It is not the other rank that cannot be reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listening() as listener:
+        next_one = os.dup(0)
+        os.close(next_one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files") as failure:
+                network.connect(listener.address)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert failure.value.errno == errno.EMFILE
+
+
 def test_a_connection_that_has_gone_again_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     accept = socket.socket.accept
     failures = [errno.ECONNABORTED, errno.EMFILE]
@@ -131,7 +235,8 @@ def give_up() -> None:
     raise GivenUpError
 
 
-def test_who_waits_for_another_can_give_up() -> None:
+def test_who_waits_for_another_can_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LOOK_S", 0.01)
     with pytest.raises(GivenUpError):
         network.connect(Address(["240.0.0.1"], 1, b"", b""), look=give_up)
     near, far = socket.socketpair()
@@ -145,6 +250,22 @@ def test_who_waits_for_another_can_give_up() -> None:
 
         with pytest.raises(GivenUpError):
             network.receive(near, memoryview(bytearray(1)), idle=look)
+
+        # Also while bytes come.
+        def come() -> None:
+            with contextlib.suppress(OSError):  # who receives has given up
+                while True:
+                    far.sendall(b"x")
+
+        coming = threading.Thread(target=come)
+        coming.start()
+        with pytest.raises(GivenUpError):
+            network.receive(near, memoryview(bytearray(1 << 30)), idle=give_up)
+        near.shutdown(socket.SHUT_RDWR)
+        coming.join()
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(0.01)
         # Until it has said so, what is sent is sent in as many parts as there is room for.
         message = os.urandom(4 * 1024 * 1024)
         received = bytearray()

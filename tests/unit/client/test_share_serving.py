@@ -32,6 +32,7 @@ from tests.support.states import (
     save_state,
     sharded,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
@@ -199,6 +200,79 @@ def test_who_fails_says_so_before_its_connections_end(forks: Worlds, tmp_path: P
     cause = "OSError: [Errno 5] Input/output error"
     assert str(outcomes[1].error).startswith(cause)
     assert str(outcomes[0].error).startswith(f"RankFailed: rank 1: {cause}")
+
+
+def fail_to_answer(root: str, how: str) -> None:
+    """As a rank: load; 1 does not answer 0, which it would read for."""
+    store = dist.distributed_c10d._get_default_store()
+    start, is_asked = reading.OpenShare.start, network.Listener._is_asked
+
+    def fail(*arguments: Any) -> Any:
+        if threading.current_thread().name != "fpfs-answer":
+            return start(*arguments)
+        if how == "hangs":
+            store.wait(["0 has ended"])
+        raise ZeroDivisionError("division by zero")
+
+    def wait(*arguments: Any) -> bool:
+        store.wait(["0 has ended"])
+        return is_asked(*arguments)
+
+    if dist.get_rank() == 1:
+        reading.OpenShare.start = fail  # type: ignore[method-assign]
+        if how == "does not answer":
+            network.Listener._is_asked = wait  # type: ignore[method-assign]
+        if how == "tells no address":
+            serving.Serving.__enter__ = lambda self: self  # type: ignore[method-assign]
+    try:
+        load_shares(own_directory(root, 2), timeout_s=1 if dist.get_rank() == 0 else 900)
+    finally:
+        store.set(f"{dist.get_rank()} has ended", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("fails", "ZeroDivisionError: division by zero (as rank 1 reads it)"),
+        ("hangs", "rank 1: has not sent what it was asked for within 1 s"),
+        ("does not answer", "rank 1: has not answered at "),
+        ("tells no address", "rank 1: has not told its address within 1 s"),
+    ],
+)
+def test_who_does_not_answer(forks: Worlds, tmp_path: Path, how: str, error: str) -> None:
+    forks.start(2, save_large, str(tmp_path), 2).values()
+    outcomes = forks.start(2, fail_to_answer, str(tmp_path), how).outcomes()
+    assert error in str(outcomes[0].error)
+    told = str(outcomes[1].error)
+    assert told.startswith("RankFailed: rank 0: " if how == "fails" else "RankFailed: rank 1: ")
+    assert error in told
+
+
+def is_held_up(root: str) -> None:
+    """As a rank: load; 1 answers only when 0 has tried in vain."""
+    store = dist.distributed_c10d._get_default_store()
+    connect, is_asked = network._connect, network.Listener._is_asked
+    network.CONNECT_S, network.LOOK_S = 0.05, 0.01
+
+    def count(*arguments: Any) -> Any:
+        store.add("tries", 1)
+        return connect(*arguments)
+
+    def wait(*arguments: Any) -> bool:
+        wait_until(lambda: store.add("tries", 0) > 5, timeout_s=900)
+        network.CONNECT_S = 900.0
+        return is_asked(*arguments)
+
+    if dist.get_rank() == 0:
+        network._connect = count
+    else:
+        network.Listener._is_asked = wait  # type: ignore[method-assign]
+    load_shares(own_directory(root, 2), timeout_s=900)
+
+
+def test_who_is_held_up_is_waited_for(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_large, str(tmp_path), 2).values()
+    forks.start(2, is_held_up, str(tmp_path)).values()
 
 
 def fail_again_and_again(root: str) -> None:
