@@ -60,8 +60,8 @@ def write_memory(
     fd: int,
     request_bytes: int,
     threads: int,
-) -> None:
-    """Write pieces of this process's memory to a file; returns when all are written."""
+) -> list[int]:
+    """Write pieces of this process's memory to a file; returns their CRC32s, when all are there."""
     writer = write_pieces(
         pieces,
         [],
@@ -72,6 +72,7 @@ def write_memory(
         threads=threads,
     )
     run_to_end(writer)
+    return writer.crc32()
 
 
 __all__ = [

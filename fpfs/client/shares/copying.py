@@ -11,13 +11,20 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from fpfs.client.parallel_file import Piece
+from fpfs.client.paths import naming
 from fpfs.client.replacement import Replacement
-from fpfs.client.shares.format import Identity, Manifest, share_name
-from fpfs.client.shares.reading import OpenShare
-from fpfs.client.shares.serving import Serving
+from fpfs.client.shares.blocks import (
+    PartCrc32,
+    RangeCrc32s,
+    blocks_of,
+    in_order,
+    parts_of_block,
+)
+from fpfs.client.shares.format import ALIGNMENT, Damaged, Identity, Manifest, share_name
+from fpfs.client.shares.serving import FarShare, Serving
 from fpfs.client.writing import REQUEST_BYTES
 from fpfs.core.transfers import Transfer, run_to_end, write_memory
 
@@ -59,21 +66,21 @@ class Copies:
     ) -> None:
         """Read the shares, each from a rank, and make the copies durable, with their names.
 
-        servers: the ranks, by the shares' numbers.
+        servers: the ranks, by the shares' numbers. `Damaged`: what has come of one is not what its
+            CRC32s say; it gets no name.
         """
-        for share, file in self._files.items():
-
-            def start(pieces: list[Piece], owners: object, share: int = share) -> Transfer:
-                return serving.start(servers[share], share, pieces, owners)
-
-            _copy(start, manifest.shares[share].bytes, file.fd, threads)
+        shares = {
+            number: FarShare(serving, servers[number], manifest, number) for number in self._files
+        }
+        for share in shares.values():
+            share.begin_opening()
+        for number, file in self._files.items():
+            shares[number].finish_opening()
+            _copy(shares[number], file.fd, threads)
             file.complete(durable=True)
             file.take_name()
-            self._named.append(self._paths[share])
+            self._named.append(self._paths[number])
             file.flush_name()
-            # Whether it is what the manifest says.
-            with OpenShare(self._paths[share], manifest, share):
-                pass
 
     def remove(self) -> None:
         """Remove those that have names."""
@@ -87,33 +94,50 @@ class Copies:
             file.discard()
 
 
-def _copy(
-    start: Callable[[list[tuple[int, int, int]], object], Transfer],
-    size: int,
-    fd: int,
-    threads: int,
-) -> None:
-    """Write what `start` reads; while a block is written, the next one is read."""
-    buffers = [mmap.mmap(-1, min(BLOCK_BYTES, max(1, size))) for _ in range(2)]
-    memories = [(ctypes.c_char * len(buffer)).from_buffer(buffer) for buffer in buffers]
-    offsets = range(0, size, BLOCK_BYTES)
+def _copy(share: FarShare, fd: int, threads: int) -> None:
+    """Write a share to a file; while a block is written, the next one is read."""
+    ranges = in_order(share.ranges)
+    crcs = RangeCrc32s(ranges)
+    blocks = list(blocks_of(ranges, BLOCK_BYTES))
+    room = max((block.bytes for block in blocks), default=0) + ALIGNMENT
+    buffers = [mmap.mmap(-1, room) for _ in range(2)]
+    memories = [(ctypes.c_char * room).from_buffer(buffer) for buffer in buffers]
+
+    def address_of(number: int) -> int:
+        # As far from a page's begin as in the file, or the writer would have to copy it.
+        return ctypes.addressof(memories[number % 2]) + blocks[number].at % ALIGNMENT
 
     def begin(number: int) -> Transfer:
-        memory, offset = memories[number % 2], offsets[number]
-        count = min(BLOCK_BYTES, size - offset)
-        return start([(ctypes.addressof(memory), count, offset)], memory)
+        block = blocks[number]
+        piece = (address_of(number), block.bytes, share.begin + block.at)
+        return share.start([piece], memories[number % 2])
 
+    def write(pieces: list[Piece], owners: object) -> list[int]:
+        return write_memory(pieces, owners, fd=fd, request_bytes=REQUEST_BYTES, threads=threads)
+
+    header = (ctypes.c_char * share.begin).from_buffer(share.header)
+    write([(ctypes.addressof(header), share.begin, 0)], header)
     with contextlib.ExitStack() as closing:
-        reading = begin(0)
-        closing.callback(reading.close)
-        for number, offset in enumerate(offsets):
-            run_to_end(reading)
-            if number + 1 < len(offsets):
+        for number, block in enumerate(blocks):
+            if number == 0:
+                reading = begin(number)
+                closing.callback(reading.close)
+            with naming(share.path):
+                run_to_end(reading)
+            if number + 1 < len(blocks):
                 reading = begin(number + 1)
                 closing.callback(reading.close)
-            memory = memories[number % 2]
-            piece = (ctypes.addressof(memory), min(BLOCK_BYTES, size - offset), offset)
-            write_memory([piece], memory, fd=fd, request_bytes=REQUEST_BYTES, threads=threads)
+            parts = parts_of_block(ranges, block)
+            address, offset = address_of(number), share.begin + block.at
+            pieces = [(address + low, high - low, offset + low) for _, low, high in parts]
+            found = write(pieces, memories[number % 2])
+            crcs.add(
+                PartCrc32(part, crc, high - low)
+                for (part, low, high), crc in zip(parts, found, strict=True)
+            )
+    problem = crcs.problem(share.begin)
+    if problem is not None:
+        raise Damaged(f"{share.path}: {problem}")
 
 
 __all__ = ["Copies", "holders"]

@@ -14,18 +14,22 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from fpfs.client.boxes import Ints
 from fpfs.client.paths import default_threads, naming, resolve
 from fpfs.client.replacement import Replacement
+from fpfs.client.shares.blocks import (
+    Block,
+    PartCrc32,
+    RangeCrc32s,
+    blocks_of,
+    in_order,
+    parts_of_block,
+    runs_of_block,
+)
 from fpfs.client.shares.format import Damaged, Manifest
 from fpfs.client.shares.reading import OpenShare, Shares, newest_manifest, opened_shares
-from fpfs.core.transfers import combine_crc32, write_memory
+from fpfs.core.transfers import write_memory
 
 BLOCK_BYTES = 16 * 1024 * 1024
-RUNS_MAX = 100_000
-"""Of a block."""
 REQUEST_BYTES = 4 * 1024 * 1024
 
 Progress = Callable[[int, int], None]
@@ -125,91 +129,34 @@ class _Progress:
             self._progress(self._done, self._total)
 
 
-class Block(NamedTuple):
-    """Bytes of a share that lie behind each other."""
-
-    at: int
-    bytes: int
-    first: int
-    """The first range of which it has bytes."""
-    end: int
-    """Behind the last one."""
-
-
-def blocks_of(ranges: Ints) -> Iterator[Block]:
-    """Cut a share's ranges, which are in order, at blocks' ends."""
-    sizes = ranges[:, 1] * ranges[:, 2]
-    begins, ends = ranges[:, 4], ranges[:, 4] + sizes
-    first = 0
-    at = int(begins[0]) if len(ranges) else 0
-    while first < len(ranges):
-        at = max(at, int(begins[first]))
-        # As far as there are no gaps, and not too many runs.
-        room = min(BLOCK_BYTES, RUNS_MAX * max(1, int(ranges[first, 1])))
-        last, runs = first, 0
-        end = at
-        while last < len(ranges) and begins[last] <= end and runs < RUNS_MAX:
-            runs += int(ranges[last, 2])
-            end = min(int(ends[last]), at + room)
-            if end < ends[last]:
-                break
-            last += 1
-        stop = last + 1 if last < len(ranges) and end > begins[last] else last
-        yield Block(at, end - at, first, stop)
-        at, first = end, last
-
-
-def runs_of_block(ranges: Ints, block: Block) -> list[tuple[int, int, int]]:
-    """The runs of a block: begin in it, bytes, and offset in the torch.save file, by the latter."""
-    found = []
-    end = block.at + block.bytes
-    for offset, size, count, step, at, _ in ranges[block.first : block.end].tolist():
-        low = max(0, (block.at - at) // size)
-        high = min(count, -((at - end) // size))
-        for run in range(low, high):
-            begin = max(block.at, at + run * size)
-            stop = min(end, at + (run + 1) * size)
-            within = begin - (at + run * size)
-            found.append((begin - block.at, stop - begin, offset + run * step + within))
-    return sorted(found, key=lambda run: run[2])
-
-
 def _check(share: OpenShare, store: Stored | None, done: _Progress) -> str | None:
     """Read a share; what is wrong with it. `store` takes what was read."""
-    ranges = share.ranges[np.argsort(share.ranges[:, 4], kind="stable")]
+    ranges = in_order(share.ranges)
     own = threading.local()
 
-    def check(block: Block) -> list[tuple[int, int, int]]:
+    def check(block: Block) -> list[PartCrc32]:
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         view = own.buffer[: block.bytes]
         share.read([(view, block.at)])
-        crcs = []
-        for index in range(block.first, block.end):
-            _, size, count, _, at, _ = ranges[index].tolist()
-            begin, end = max(block.at, at), min(block.at + block.bytes, at + size * count)
-            part = view[begin - block.at : end - block.at]
-            crcs.append((index, zlib.crc32(part), len(part)))
+        found = [
+            PartCrc32(number, zlib.crc32(view[begin:end]), end - begin)
+            for number, begin, end in parts_of_block(ranges, block)
+        ]
         if store is not None:
             store(view, runs_of_block(ranges, block))
         done.add(block.bytes)
-        return crcs
+        return found
 
-    whole = [0] * len(ranges)
-    for crcs in _in_threads(check, blocks_of(ranges)):
-        for index, crc, count in crcs:
-            whole[index] = combine_crc32(whole[index], crc, count)
-    bad = np.flatnonzero(np.array(whole, dtype=np.int64) != ranges[:, 5])
-    if len(bad) == 0:
-        return None
-    damaged = int((ranges[bad, 1] * ranges[bad, 2]).sum())
-    at = share.begin + int(ranges[bad[0], 4])
-    return f"{len(bad)} ranges, of {damaged} bytes, are damaged, the first from byte {at} on"
+    crcs = RangeCrc32s(ranges)
+    for parts in _in_threads(check, blocks_of(ranges, BLOCK_BYTES)):
+        crcs.add(parts)
+    return crcs.problem(share.begin)
 
 
 def _in_threads(
-    work: Callable[[Block], list[tuple[int, int, int]]], blocks: Iterable[Block]
-) -> Iterator[list[tuple[int, int, int]]]:
+    work: Callable[[Block], list[PartCrc32]], blocks: Iterable[Block]
+) -> Iterator[list[PartCrc32]]:
     """Yield what `work` returns of each block, in order."""
     with concurrent.futures.ThreadPoolExecutor(default_threads()) as executor:
         try:
@@ -218,4 +165,4 @@ def _in_threads(
             executor.shutdown(cancel_futures=True)
 
 
-__all__ = ["Block", "Checked", "blocks_of", "gather", "runs_of_block", "verify"]
+__all__ = ["Checked", "gather", "verify"]

@@ -9,23 +9,19 @@ Concurrency: as `save_shares`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fpfs.client.boxes import Ints
-from fpfs.client.parallel_file import Piece
-from fpfs.client.paths import naming, resolve_all
+from fpfs.client.paths import resolve_all
 from fpfs.client.peers import Alone, Peers, Ranks, peers_of
 from fpfs.client.restoring import MapLocation, restore
 from fpfs.client.shares.format import (
     MANIFEST,
     Identity,
     Manifest,
-    decode_header,
     decode_manifest,
     encode_manifest,
     parse_name,
@@ -34,7 +30,6 @@ from fpfs.client.shares.reading import (
     AnyShare,
     Missing,
     OpenShare,
-    Place,
     Shares,
     SharesFile,
     check_found,
@@ -43,9 +38,8 @@ from fpfs.client.shares.reading import (
     opened_shares,
     paths_of,
 )
-from fpfs.client.shares.serving import Serving
+from fpfs.client.shares.serving import FarShare, Serving
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.core.transfers import Transfer, run_to_end
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -167,6 +161,7 @@ def _open(
         share.begin_opening()
     for share in shares.values():
         share.finish_opening()
+        share.read_container()
     return manifest, [shares.get(number) or near[number] for number in range(len(manifest.shares))]
 
 
@@ -227,57 +222,4 @@ def _seen(names: list[str], checkpoint: Identity | None) -> list[int]:
     return sorted(found)
 
 
-class FarShare:
-    """A share that another rank reads."""
-
-    ranges: Ints
-
-    def __init__(self, serving: Serving, server: int, manifest: Manifest, number: int) -> None:
-        self._serving, self._server = serving, server
-        self._manifest, self._number = manifest, number
-        file = manifest.shares[number]
-        self.path = f"{file.name} of node {file.node!r}, which rank {server} reads"
-        self.begin = file.header_bytes
-        self._header = bytearray(self.begin)
-        self._opening: Transfer | None = None
-        self._container = b""
-        self._container_at = 0
-
-    def begin_opening(self) -> None:
-        """Ask for the header."""
-        memory = (ctypes.c_char * self.begin).from_buffer(self._header)
-        self._opening = self.start([(ctypes.addressof(memory), self.begin, 0)], memory)
-
-    def finish_opening(self) -> None:
-        """Wait for the header, and fetch what is read bit by bit."""
-        assert self._opening is not None
-        with naming(self.path):
-            run_to_end(self._opening)
-        found = decode_header(bytes(self._header), self._manifest, self._number, self.path)
-        self.ranges = found.ranges
-        at, size = found.container
-        content = bytearray(size)
-        self.read([(memoryview(content), at)])
-        self._container, self._container_at = bytes(content), at
-
-    def read(self, places: Sequence[Place]) -> None:
-        """Fill memory."""
-        pieces, owners = list[Piece](), []
-        for view, at in places:
-            within = at - self._container_at
-            if within >= 0 and within + len(view) <= len(self._container):
-                view[:] = self._container[within : within + len(view)]
-            elif len(view):
-                memory = (ctypes.c_char * len(view)).from_buffer(view)
-                owners.append(memory)
-                pieces.append((ctypes.addressof(memory), len(view), self.begin + at))
-        if pieces:
-            with naming(self.path):
-                run_to_end(self.start(pieces, owners))
-
-    def start(self, pieces: list[Piece], owners: object) -> Transfer:
-        """Begin to fill memory, which `owners` keeps, with pieces of the file."""
-        return self._serving.start(self._server, self._number, pieces, owners)
-
-
-__all__ = ["FarShare", "load_shares"]
+__all__ = ["load_shares"]

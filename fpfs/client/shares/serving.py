@@ -27,10 +27,13 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from fpfs.client.boxes import Ints
 from fpfs.client.parallel_file import Piece
+from fpfs.client.paths import naming
 from fpfs.client.peers import POLL_MAX_S, POLL_MIN_S, RankFailed, Ranks
 from fpfs.client.shares import network
-from fpfs.client.shares.reading import OpenShare
+from fpfs.client.shares.format import Manifest, decode_header
+from fpfs.client.shares.reading import OpenShare, Place
 from fpfs.core.transfers import Transfer, run_to_end
 
 ANSWER_BYTES = 16 * 1024 * 1024
@@ -267,6 +270,63 @@ class _Pending:
             concurrent.futures.wait(self._futures)
 
 
+class FarShare:
+    """A share that another rank reads."""
+
+    ranges: Ints
+
+    def __init__(self, serving: Serving, server: int, manifest: Manifest, number: int) -> None:
+        self._serving, self._server = serving, server
+        self._manifest, self._number = manifest, number
+        file = manifest.shares[number]
+        self.path = f"{file.name} of node {file.node!r}, which rank {server} reads"
+        self.begin = file.header_bytes
+        self.header = bytearray(self.begin)
+        self._opening: Transfer | None = None
+        self._container = b""
+        self._container_at = 0
+
+    def begin_opening(self) -> None:
+        """Ask for the header."""
+        memory = (ctypes.c_char * self.begin).from_buffer(self.header)
+        self._opening = self.start([(ctypes.addressof(memory), self.begin, 0)], memory)
+
+    def finish_opening(self) -> None:
+        """Wait for the header. `Damaged`: it is not what the manifest says."""
+        assert self._opening is not None
+        with naming(self.path):
+            run_to_end(self._opening)
+        content = bytes(self.header)
+        found = decode_header(content, self._manifest, self._number, self.path)
+        self.ranges, self._place = found
+
+    def read_container(self) -> None:
+        """Fetch what is read bit by bit."""
+        at, size = self._place
+        content = bytearray(size)
+        self.read([(memoryview(content), at)])
+        self._container, self._container_at = bytes(content), at
+
+    def read(self, places: Sequence[Place]) -> None:
+        """Fill memory."""
+        pieces, owners = list[Piece](), []
+        for view, at in places:
+            within = at - self._container_at
+            if within >= 0 and within + len(view) <= len(self._container):
+                view[:] = self._container[within : within + len(view)]
+            elif len(view):
+                memory = (ctypes.c_char * len(view)).from_buffer(view)
+                owners.append(memory)
+                pieces.append((ctypes.addressof(memory), len(view), self.begin + at))
+        if pieces:
+            with naming(self.path):
+                run_to_end(self.start(pieces, owners))
+
+    def start(self, pieces: list[Piece], owners: object) -> Transfer:
+        """Begin to fill memory, which `owners` keeps, with pieces of the file."""
+        return self._serving.start(self._server, self._number, pieces, owners)
+
+
 def _key(rank: int) -> str:
     return f"address/{rank}"
 
@@ -294,4 +354,4 @@ def _answers(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield some
 
 
-__all__ = ["Serving"]
+__all__ = ["FarShare", "Serving"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fpfs.client.shares import gathering
+from fpfs.client.shares import blocks
 from fpfs.client.shares.format import (
     Damaged,
     Header,
@@ -108,18 +108,51 @@ def test_blocks_have_each_byte_once(
     places = bytes_of(shares)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "BLOCK_BYTES", block_bytes)
-        patch.setattr(gathering, "RUNS_MAX", runs_max)
+        patch.setattr(blocks, "RUNS_MAX", runs_max)
         for share, ranges in enumerate(shares):
-            for block in gathering.blocks_of(ranges):
+            for block in blocks.blocks_of(ranges, block_bytes):
                 assert 0 < block.bytes <= block_bytes
-                runs = gathering.runs_of_block(ranges, block)
+                runs = blocks.runs_of_block(ranges, block)
                 assert [run[2] for run in runs] == sorted(run[2] for run in runs)
                 for begin, count, offset in runs:
                     for byte in range(count):
                         assert offset + byte not in found
                         found[offset + byte] = (share, block.at + begin + byte)
     assert found == places
+
+
+@given(divided_files(), st.integers(1, 40), st.data())
+def test_what_is_damaged_in_a_share(
+    divided: tuple[list[Any], int], block_bytes: int, data: st.DataObject
+) -> None:
+    ranges = blocks.in_order(max(divided[0], key=len))
+    assume(len(ranges) > 0)
+    ends = (ranges[:, 4] + ranges[:, 1] * ranges[:, 2]).tolist()
+    content = bytearray(data.draw(st.binary(min_size=max(ends), max_size=max(ends))))
+    spans = list(zip(ranges[:, 4].tolist(), ends, strict=True))
+    ranges[:, 5] = [zlib.crc32(content[begin:end]) for begin, end in spans]
+
+    def problem() -> str | None:
+        crcs = blocks.RangeCrc32s(ranges)
+        for block in blocks.blocks_of(ranges, block_bytes):
+            part = memoryview(content)[block.at : block.at + block.bytes]
+            crcs.add(
+                blocks.PartCrc32(number, zlib.crc32(part[begin:end]), end - begin)
+                for number, begin, end in blocks.parts_of_block(ranges, block)
+            )
+        return crcs.problem(4096)
+
+    assert problem() is None
+    at = data.draw(st.integers(0, max(ends) - 1))
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    damaged = [(begin, end) for begin, end in spans if begin <= at < end]
+    if not damaged:  # it is between two
+        assert problem() is None
+        return
+    ((begin, end),) = damaged
+    assert problem() == (
+        f"1 ranges, of {end - begin} bytes, are damaged, the first from byte {4096 + begin} on"
+    )
 
 
 IDENTITY = Identity(7, "0123456789abcdef")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -399,6 +400,40 @@ def test_a_copy_that_fails(forks: Worlds, tmp_path: Path, what: str) -> None:
     forks.start(3, save_state, str(tmp_path), 3, 3, 2).values()
     assert [len(os.listdir(place)) for place in places] == [3, 3, 3]
     assert same(client.load(places[:2]), numbered(3))
+
+
+def save_what_is_damaged(root: str, answer: int) -> None:
+    """As a rank: save copies, of which a byte that 2 sends is another; `answer`: in which one."""
+    send, answers = network.send, itertools.count()
+
+    def flip(connection: Any, view: memoryview, **more: Any) -> None:
+        if not more and next(answers) == answer:
+            view[-1] ^= 1
+        send(connection, view, **more)
+
+    if dist.get_rank() == 2:
+        network.send = flip
+    save_shares(large_state(seed=2), own_directory(root, 3), copies=2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (0, " has another header than the manifest says: it is damaged"),
+        (1, ": 1 ranges, of "),
+    ],
+)
+def test_a_copy_is_what_was_saved(forks: Worlds, tmp_path: Path, answer: int, error: str) -> None:
+    forks.start(3, save_state, str(tmp_path), 3, 1).values()
+    outcomes = forks.start(3, save_what_is_damaged, str(tmp_path), answer).outcomes()
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert errors[0].startswith("Damaged: 00002-of-00003.")
+    assert f", which rank 2 reads{error}" in errors[0]
+    for other in errors[1:]:
+        assert other.startswith(f"RankFailed: rank 0: {errors[0]}")
+    places = directories(tmp_path, 3)
+    assert [len(os.listdir(place)) for place in places] == [2, 2, 2]
+    assert same(client.load(places), numbered(1))
 
 
 def test_more_copies_than_nodes(tmp_path: Path) -> None:
