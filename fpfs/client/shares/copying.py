@@ -23,7 +23,7 @@ from fpfs.client.shares.blocks import (
     in_order,
     parts_of_block,
 )
-from fpfs.client.shares.format import ALIGNMENT, Damaged, Identity, Manifest, share_name
+from fpfs.client.shares.format import Damaged, Identity, Manifest, share_name
 from fpfs.client.shares.serving import FarShare, Serving
 from fpfs.client.writing import REQUEST_BYTES
 from fpfs.core.transfers import Transfer, run_to_end, write_memory
@@ -99,18 +99,14 @@ def _copy(share: FarShare, fd: int, threads: int) -> None:
     ranges = in_order(share.ranges)
     crcs = RangeCrc32s(ranges)
     blocks = list(blocks_of(ranges, BLOCK_BYTES))
-    room = max((block.bytes for block in blocks), default=0) + ALIGNMENT
+    room = max((block.bytes for block in blocks), default=1)
     buffers = [mmap.mmap(-1, room) for _ in range(2)]
     memories = [(ctypes.c_char * room).from_buffer(buffer) for buffer in buffers]
 
-    def address_of(number: int) -> int:
-        # As far from a page's begin as in the file, or the writer would have to copy it.
-        return ctypes.addressof(memories[number % 2]) + blocks[number].at % ALIGNMENT
-
     def begin(number: int) -> Transfer:
-        block = blocks[number]
-        piece = (address_of(number), block.bytes, share.begin + block.at)
-        return share.start([piece], memories[number % 2])
+        memory, block = memories[number % 2], blocks[number]
+        piece = (ctypes.addressof(memory), block.bytes, share.begin + block.at)
+        return share.start([piece], memory)
 
     def write(pieces: list[Piece], owners: object) -> list[int]:
         return write_memory(pieces, owners, fd=fd, request_bytes=REQUEST_BYTES, threads=threads)
@@ -128,9 +124,10 @@ def _copy(share: FarShare, fd: int, threads: int) -> None:
                 reading = begin(number + 1)
                 closing.callback(reading.close)
             parts = parts_of_block(ranges, block)
-            address, offset = address_of(number), share.begin + block.at
+            memory = memories[number % 2]
+            address, offset = ctypes.addressof(memory), share.begin + block.at
             pieces = [(address + low, high - low, offset + low) for _, low, high in parts]
-            found = write(pieces, memories[number % 2])
+            found = write(pieces, memory)
             crcs.add(
                 PartCrc32(part, crc, high - low)
                 for (part, low, high), crc in zip(parts, found, strict=True)

@@ -143,6 +143,8 @@ def test_what_is_damaged_in_a_share(
         return crcs.problem(4096)
 
     assert problem() is None
+    ranges = blocks.in_order(np.array(data.draw(st.permutations(ranges.tolist()))))
+    assert problem() is None
     at = data.draw(st.integers(0, max(ends) - 1))
     content[at] ^= 1 << data.draw(st.integers(0, 7))
     damaged = [(begin, end) for begin, end in spans if begin <= at < end]
