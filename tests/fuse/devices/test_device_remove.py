@@ -163,7 +163,7 @@ def test_a_drain_is_taken_back(mount: Mount) -> None:
 def test_a_drain_that_somebody_takes_back_ends(mount: Mount) -> None:
     contents = make_files(mount, 8)
     process = subprocess.Popen(
-        [sys.executable, "-m", CTL, "device", "drain", mount.root, "1", "--rate", "5M"],
+        [sys.executable, "-m", CTL, "device", "drain", mount.root, "1", "--rate", "200K"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
