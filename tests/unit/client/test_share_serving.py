@@ -249,6 +249,39 @@ def test_who_does_not_answer(forks: Worlds, tmp_path: Path, how: str, error: str
     assert error in told
 
 
+def is_interrupted(root: str) -> None:
+    """As a rank: load; 0 is interrupted when it has connected to 1, which does not answer."""
+    store = dist.distributed_c10d._get_default_store()
+    is_asked = network.Listener._is_asked
+
+    def wait(*arguments: Any) -> bool:
+        store.set("asked", "")
+        wait_until(lambda: store.check(["0 has ended"]))
+        return is_asked(*arguments)
+
+    def interrupt() -> None:
+        wait_until(lambda: store.check(["asked"]))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if dist.get_rank() == 1:
+        network.Listener._is_asked = wait  # type: ignore[method-assign]
+        load_shares(own_directory(root, 2), timeout_s=900)
+        return
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        load_shares(own_directory(root, 2), timeout_s=900)
+    finally:
+        store.set("0 has ended", "")
+        thread.join()
+
+
+def test_who_waits_for_an_answer_is_interrupted(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_large, str(tmp_path), 2).values()
+    errors = [each.error for each in forks.start(2, is_interrupted, str(tmp_path)).outcomes()]
+    assert errors == ["KeyboardInterrupt: ", "RankFailed: rank 0: KeyboardInterrupt: "]
+
+
 def is_held_up(root: str) -> None:
     """As a rank: load; 1 answers only when 0 has tried in vain."""
     store = dist.distributed_c10d._get_default_store()
