@@ -102,11 +102,16 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._collective = True
         self._removes = False
         """Whether this rank removes what is left of other saves."""
-        self._save_id = secrets.token_hex(_TOKEN_BYTES)
+        self.save_id = secrets.token_hex(_TOKEN_BYTES)
+        """Of the save, as the metadata has it."""
 
     @property
-    def checkpoint_id(self) -> str:
-        """The directory."""
+    def checkpoint_id(self) -> str | None:
+        """The directory; None: no save has said it yet."""
+        return self._path
+
+    @property
+    def _directory(self) -> str:
         if self._path is None:
             raise ValueError("where to save? give Writer a path, or the save a checkpoint_id")
         return self._path
@@ -115,7 +120,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         """Begin another checkpoint."""
         if checkpoint_id:
             self._path = resolve(checkpoint_id)
-        self._save_id = secrets.token_hex(_TOKEN_BYTES)
+        self.save_id = secrets.token_hex(_TOKEN_BYTES)
 
     def set_up_storage_writer(
         self,
@@ -130,12 +135,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, with room for what comes."""
-        os.makedirs(self.checkpoint_id, exist_ok=True)
+        os.makedirs(self._directory, exist_ok=True)
         if not self._overwrite:
             for name in (METADATA, self._metadata_name):
-                if os.path.exists(os.path.join(self.checkpoint_id, name)):
+                if os.path.exists(os.path.join(self._directory, name)):
                     raise RuntimeError(
-                        f"{self.checkpoint_id} has a checkpoint, and overwrite is False"
+                        f"Checkpoint already exists in {self._directory}, and overwrite is False"
                     )
         # No rank writes before all have done this.
         if self._removes:
@@ -159,7 +164,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         name = ""
         if container.bytes > 0:
             name = f"__{self._rank}_{secrets.token_hex(_TOKEN_BYTES)}{SUFFIX}"
-            self._write_file(os.path.join(self.checkpoint_id, name), container)
+            self._write_file(os.path.join(self._directory, name), container)
         results = [
             WriteResult(item.index, size, torchs._StorageInfo(name, offset, size))  # noqa: SLF001
             for item, (offset, size) in zip(plan.items, archives, strict=True)
@@ -199,7 +204,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         self._check(ends)
-        path = os.path.join(self.checkpoint_id, self._metadata_name)
+        path = os.path.join(self._directory, self._metadata_name)
         with Replacement(path) as replacement:
             with open(replacement.fd, "wb", closefd=False) as stream:
                 pickle.dump(metadata, stream)
@@ -209,7 +214,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def _check(self, ends: Mapping[str, int]) -> None:
         """All ranks' files are here: they see this directory, and nobody else has removed them."""
         for name, end in ends.items():
-            path = os.path.join(self.checkpoint_id, name)
+            path = os.path.join(self._directory, name)
             if not os.path.exists(path) or os.path.getsize(path) < end:
                 raise FileNotFoundError(
                     f"{path}, which a rank has written, is not there: all ranks must see one"
@@ -220,12 +225,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
         """Remove files of this rank, or of all, that no metadata names: other saves' remains."""
         rank = r"\d+" if self._collective else str(self._rank)
         pattern = re.compile(rf"__{rank}_[0-9a-f]+{re.escape(SUFFIX)}")
-        names = os.listdir(self.checkpoint_id)
+        names = os.listdir(self._directory)
         named = set[str]()
         for name in names:
             # Not one that was being written when its save was killed.
             if re.fullmatch(rf"(__\d+)?{re.escape(METADATA)}", name):
-                with open(os.path.join(self.checkpoint_id, name), "rb") as file:
+                with open(os.path.join(self._directory, name), "rb") as file:
                     # A pickle has strings as they are. To load it would run what it says.
                     found = re.findall(
                         rb"__\d+_[0-9a-f]+" + re.escape(SUFFIX.encode()), file.read()
@@ -235,11 +240,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
             if name not in named and pattern.fullmatch(name):
                 # What cannot be removed takes room, and is nobody's.
                 with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.checkpoint_id, name))
+                    os.unlink(os.path.join(self._directory, name))
 
     def storage_meta(self) -> StorageMeta:
         """What the metadata says of this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self._directory, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -366,7 +371,8 @@ class Stager(AsyncStager):  # type: ignore[misc]
     memory_bytes: taken and touched now; what is missing, the first save adds, which takes ten times
         as long then.
 
-    Tensors of any device are copied to the processor's memory. A state that is staged while another
+    Tensors of any device are copied to the processor's memory, those that are one in memory once,
+    without attributes that they have been given. A state that is staged while another
     one is still being saved has memory of its own, which is kept for later, too. Give the same
     stager to each save, and `close` it after the last one.
 
@@ -457,6 +463,8 @@ class _Part(NamedTuple):
     """What this rank has of it."""
     at: int
     """Where its copy begins."""
+    is_again: bool
+    """Another part of the same bytes has it."""
 
 
 class _Found:
@@ -466,6 +474,8 @@ class _Found:
         self._state = state
         self._parts: dict[int, _Part] = {}
         """By the tensors' identities."""
+        self._places: dict[tuple[Any, ...], int] = {}
+        """Where the copies of those begin that are the same bytes in the same way: tied weights."""
         self.bytes = 0
         """That all take."""
         self._find(state)
@@ -474,8 +484,12 @@ class _Found:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._parts and _is_copied(value):
                 local = value.to_local() if is_dtensor(value) else value
-                self._parts[id(value)] = _Part(value, local, self.bytes)
-                self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
+                key = _same_bytes(local)
+                is_again = key in self._places
+                at = self._places.setdefault(key, self.bytes)
+                self._parts[id(value)] = _Part(value, local, at, is_again)
+                if not is_again:
+                    self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
         elif isinstance(value, Mapping):
             for each in value.values():
                 self._find(each)
@@ -512,6 +526,12 @@ class _Found:
         return copy.deepcopy(value, memo)
 
 
+def _same_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is the same for tensors whose copies may be one."""
+    layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *layout)
+
+
 def _is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor is copied into the memory; torch alone knows how to copy others."""
     if is_dtensor(tensor):
@@ -540,7 +560,8 @@ def _copied(part: _Part, lent: torch.Tensor) -> torch.Tensor:
         made = made.as_strided(local.shape, local.stride(), made.storage_offset())
     else:
         made = made.view(local.shape)
-    made.copy_(local)
+    if not part.is_again:
+        made.copy_(local)
     if not is_dtensor(part.tensor):
         return made
     given: Any = part.tensor

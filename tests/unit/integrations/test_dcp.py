@@ -244,7 +244,9 @@ def test_checkpoints_of_both_kinds_do_not_destroy_each_other(folder: Path) -> No
     writer = Writer(folder)
     dcp.save({"b": torch.rand(5)}, storage_writer=writer, no_dist=True, use_collectives=False)
     assert equal(loaded(folder, given), given)
-    with pytest.raises(CheckpointException, match="overwrite is False"):
+    with pytest.raises(
+        CheckpointException, match="Checkpoint already exists in .*, and overwrite is False"
+    ):
         dcp.save(given, storage_writer=Writer(folder, overwrite=False), no_dist=True)
 
 
@@ -279,14 +281,17 @@ def test_two_at_once_do_not_make_one_that_is_not_whole(
 def test_without_overwrite(folder: Path) -> None:
     writer = Writer(folder, overwrite=False)
     dcp.save(state(seed=1), storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointException, match="overwrite is False"):
+    with pytest.raises(
+        CheckpointException, match="Checkpoint already exists in .*, and overwrite is False"
+    ):
         dcp.save(state(seed=2), storage_writer=writer, no_dist=True)
     assert equal(loaded(folder, state(seed=1)), state(seed=1))
 
 
 def test_one_writer_for_many(tmp_path: Path) -> None:
     writer = Writer(threads=1, durable=False)
-    with pytest.raises(ValueError, match="give Writer a path, or the save a checkpoint_id"):
+    wrong = "ValueError: where to save\\? give Writer a path, or the save a checkpoint_id"
+    with pytest.raises(CheckpointException, match=wrong):
         dcp.save(state(seed=1), storage_writer=writer, no_dist=True)
     for seed in (1, 2):
         dcp.save(
@@ -594,6 +599,36 @@ def test_what_is_one_stays_one() -> None:
     assert staged["a"].data_ptr() != tensor.data_ptr()
 
 
+def test_what_is_one_in_memory_is_copied_once() -> None:
+    """As state_dict() gives tied weights: tensors that are several."""
+    tied = torch.nn.Module()
+    tied.a = torch.nn.Parameter(torch.rand(1000))
+    tied.b = tied.a
+    stager = Stager()
+    staged = stager.stage(tied.state_dict())
+    assert staged["a"].data_ptr() == staged["b"].data_ptr()
+    assert equal(staged, tied.state_dict())
+    assert [space.size for space in stager._spaces] == [4032]
+    # The same place in memory, and other values.
+    given = torch.rand(4, 4, dtype=torch.complex64)
+    views = {
+        "narrow": torch.view_as_real(given).view(torch.int16).flatten()[:4],
+        "itself": given,
+        "other": given + 1,
+        "row": given[0],
+        "column": given[:, 0],
+        "part": given[:2],
+        "transposed": given.t(),
+        "conjugate": given.conj(),
+        "negative": torch._neg_view(given),
+        "numbers": torch.view_as_real(given),
+        "empty": given[:0],
+        "also empty": given[:0, :0],
+    }
+    for name, copied in stager.stage(views).items():
+        assert torch.equal(copied, views[name]), name
+
+
 def test_all_kinds_are_staged() -> None:
     given = odd_state()
     staged = Stager().stage(given)
@@ -766,10 +801,11 @@ def test_a_process_saves(folder: Path) -> None:
     try:
         saved = state(seed=3)
         stager = Stager()
-        for _ in range(2):
+        for writer in (Writer(), Writer(folder)):
             dcp.async_save(
                 saved,
-                storage_writer=Writer(folder),
+                checkpoint_id=folder,
+                storage_writer=writer,
                 async_stager=stager,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             ).result(120)
