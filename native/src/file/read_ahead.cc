@@ -57,21 +57,28 @@ ReadAhead::Pieces ReadAhead::covering(uint64_t offset, uint64_t end) {
   return found;
 }
 
+bool ReadAhead::are_there(const Pieces& pieces) {
+  return std::none_of(pieces.begin(), pieces.end(),
+                      [](const auto& piece) { return piece->is_reading; });
+}
+
 bool ReadAhead::read(uint64_t offset, size_t length, Hit hit, Miss miss) {
   Waiting wanted{{}, offset, offset + length, std::move(hit), std::move(miss)};
+  const uint64_t size = file_->attributes().size;
+  Pieces gone;  // after the lock: giving buffers back may start what waits for one
+  Pieces started;
+  std::vector<Waiting> served;
+  bool is_taken = false;
   {
     const MutexLock lock(mutex_);
     wanted.pieces = covering(offset, wanted.end);
-    if (wanted.pieces.empty()) return false;
-    const bool is_there = std::none_of(wanted.pieces.begin(), wanted.pieces.end(),
-                                       [](const auto& piece) { return piece->is_reading; });
-    if (!is_there) {
-      waiting_.push_back(std::move(wanted));
-      return true;
-    }
+    started = follow(offset, wanted.end, size, &gone);
+    is_taken = !wanted.pieces.empty();
+    if (is_taken) (are_there(wanted.pieces) ? served : waiting_).push_back(std::move(wanted));
   }
-  deliver(wanted);
-  return true;
+  for (const std::shared_ptr<Piece>& piece : started) file_->read(piece.get());
+  for (const Waiting& waiting : served) deliver(waiting);
+  return is_taken;
 }
 
 void ReadAhead::deliver(const Waiting& waiting) {
@@ -104,40 +111,35 @@ void ReadAhead::forget_before(uint64_t offset, Pieces* gone) {
   }
 }
 
-void ReadAhead::follow(uint64_t offset, size_t length) {
-  const uint64_t end = offset + length;
-  const uint64_t size = file_->attributes().size;
-  Pieces gone;  // after the lock: giving buffers back may start what waits for one
-  Pieces started;
-  {
-    const MutexLock lock(mutex_);
-    if (offset > next_ + kDisorderBytes || end + kDisorderBytes < next_) {
-      forget_before(UINT64_MAX, &gone);
-      next_ = ahead_ = end;
-      run_ = 0;
-      return;
-    }
-    next_ = std::max(next_, end);
-    ahead_ = std::max(ahead_, next_);
-    if (++run_ < kRunMin) return;
-    forget_before(offset > kDisorderBytes ? offset - kDisorderBytes : 0, &gone);
-    while (ahead_ < std::min(size, next_ + bytes_)) {
-      char* buffer = buffers_.take_spare();
-      if (buffer == nullptr) break;
-      auto piece = std::make_shared<Piece>();
-      piece->buffers = &buffers_;
-      piece->freed = freed_;
-      piece->buffer = buffer;
-      piece->owner = shared_from_this();
-      piece->self = piece;
-      piece->offset = piece->begin = ahead_;
-      piece->length = kPieceBytes;
-      ahead_ = piece->end = ahead_ + kPieceBytes;
-      pieces_.push_back(piece);
-      started.push_back(std::move(piece));
-    }
+// The pieces that are to be read next.
+ReadAhead::Pieces ReadAhead::follow(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) {
+  if (offset > next_ + kDisorderBytes || end + kDisorderBytes < next_) {
+    forget_before(UINT64_MAX, gone);
+    next_ = ahead_ = end;
+    run_ = 0;
+    return {};
   }
-  for (const std::shared_ptr<Piece>& piece : started) file_->read(piece.get());
+  next_ = std::max(next_, end);
+  ahead_ = std::max(ahead_, next_);
+  if (++run_ < kRunMin) return {};
+  forget_before(offset > kDisorderBytes ? offset - kDisorderBytes : 0, gone);
+  Pieces started;
+  while (ahead_ < std::min(size, next_ + bytes_)) {
+    char* buffer = buffers_.take_spare();
+    if (buffer == nullptr) break;
+    auto piece = std::make_shared<Piece>();
+    piece->buffers = &buffers_;
+    piece->freed = freed_;
+    piece->buffer = buffer;
+    piece->owner = shared_from_this();
+    piece->self = piece;
+    piece->offset = piece->begin = ahead_;
+    piece->length = kPieceBytes;
+    ahead_ = piece->end = ahead_ + kPieceBytes;
+    pieces_.push_back(piece);
+    started.push_back(std::move(piece));
+  }
+  return started;
 }
 
 void ReadAhead::piece_done(Piece* piece, int error, size_t length) {
@@ -149,8 +151,7 @@ void ReadAhead::piece_done(Piece* piece, int error, size_t length) {
     piece->is_failed = error != 0;
     piece->read_end = piece->begin + length;
     std::erase_if(waiting_, [&](Waiting& waiting) {
-      const bool is_there = std::none_of(waiting.pieces.begin(), waiting.pieces.end(),
-                                         [](const auto& each) { return each->is_reading; });
+      const bool is_there = are_there(waiting.pieces);
       if (is_there) served.push_back(std::move(waiting));
       return is_there;
     });

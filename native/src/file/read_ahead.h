@@ -35,11 +35,10 @@ class ReadAhead : public std::enable_shared_from_this<ReadAhead> {
   ReadAhead(ReadBuffers& buffers, std::shared_ptr<File> file, uint64_t bytes,
             std::function<void()> freed);
   ~ReadAhead();
-  // Whether the bytes were read ahead, or are being read. Then one of the two is called, when they
-  // are there: `miss` if they are of no use.
+  // Somebody asks for these bytes: starts what is to be read next. Whether they were read ahead, or
+  // are being read: then one of the two is called, when they are there; `miss` if they are of no
+  // use. (In one step: what this has not, nobody else starts to read ahead.)
   bool read(uint64_t offset, size_t length, Hit hit, Miss miss) EXCLUDES(mutex_);
-  // Somebody asked for these bytes: starts what is to be read next.
-  void follow(uint64_t offset, size_t length) EXCLUDES(mutex_);
 
  private:
   struct Piece;
@@ -52,6 +51,8 @@ class ReadAhead : public std::enable_shared_from_this<ReadAhead> {
     Miss miss;
   };
   Pieces covering(uint64_t offset, uint64_t end) REQUIRES(mutex_);
+  static bool are_there(const Pieces& pieces);
+  Pieces follow(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) REQUIRES(mutex_);
   void forget_before(uint64_t offset, Pieces* gone) REQUIRES(mutex_);
   void piece_done(Piece* piece, int error, size_t length) EXCLUDES(mutex_);
   void deliver(const Waiting& waiting);

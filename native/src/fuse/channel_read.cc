@@ -41,11 +41,11 @@ void Channel::handle_read(const FuseRequest& request) {
   // (What is overwritten has to be planned anew.)
   if (ahead != nullptr && !file->is_being_overwritten()) {
     const uint64_t unique = request.unique();
-    const bool is_taken = ahead->read(
-        in.offset, in.size, [this, unique](const auto& parts) { reply_read(unique, parts); },
-        [this, unique, file, in] { read_or_park(unique, file, in); });
-    ahead->follow(in.offset, in.size);
-    if (is_taken) return;
+    if (ahead->read(
+            in.offset, in.size, [this, unique](const auto& parts) { reply_read(unique, parts); },
+            [this, unique, file, in] { read_or_park(unique, file, in); })) {
+      return;
+    }
   }
   read_or_park(request.unique(), file, in);
 }

@@ -35,7 +35,6 @@ class Reader {
         [&] {
           answer.put({false, {}});
         });
-    ahead_->follow(offset, length);
     if (is_taken) {
       Answer found = answer.wait();
       if (found.is_hit) {
@@ -47,8 +46,8 @@ class Reader {
     return fixture_.read(*file_, offset, length);
   }
 
-  int hits = 0;
-  int misses = 0;
+  std::atomic<int> hits = 0;
+  std::atomic<int> misses = 0;
 
  private:
   EngineFixture& fixture_;
@@ -92,6 +91,35 @@ TEST_CASE("who reads here and there costs the devices nothing more") {
     CHECK(reader.read(at, kBlockBytes) == content.substr(at, kBlockBytes));
   }
   CHECK(fixture.engine().devices()[0]->statistics().bytes_read - before == 5 * kBlockBytes);
+}
+
+TEST_CASE("what a sequential reader asks for at once is read once") {
+  EngineFixture fixture({1, 256 * 1024, 64});
+  constexpr uint64_t step = 256 * 1024;
+  constexpr uint64_t size = 8 * step;
+  const std::string content = random_bytes(size, 1);
+  const std::shared_ptr<File> file = committed_file(fixture, content);
+  const uint64_t before = fixture.engine().devices()[0]->statistics().bytes_read;
+  constexpr int rounds = 500;
+  std::atomic<int> ready{0};
+  for (int round = 0; round < rounds; ++round) {
+    Reader reader(fixture, file, size);
+    const auto check = [&](uint64_t at) {
+      CHECK(reader.read(at, step) == content.substr(at, step));
+    };
+    const auto check_beside = [&](uint64_t at) {
+      ++ready;
+      while (ready < 2 * (round + 1)) continue;
+      check(at);
+    };
+    check(0);
+    // The first of these two starts to read ahead; the other may have found nothing by then.
+    std::thread other(check_beside, 2 * step);
+    check_beside(step);
+    other.join();
+    for (uint64_t at = 3 * step; at < size; at += step) check(at);
+  }
+  CHECK(fixture.engine().devices()[0]->statistics().bytes_read - before == rounds * size);
 }
 
 TEST_CASE("what was read ahead of a change is not given out after it") {
