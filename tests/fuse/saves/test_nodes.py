@@ -198,4 +198,6 @@ def test_each_byte_is_read_from_a_device_once(
         for mount, place, already in zip(nodes, places, before, strict=True):
             total = sum(path.stat().st_size for path in Path(place).iterdir())
             taken = bytes_read(mount) - already
-            assert taken / total == pytest.approx(1, rel=0.2)
+            # (One of a share's two tensors read by two would be 1.5. Blocks are read as a whole,
+            # and so is a request of which only a part was read ahead: up to 1.19.)
+            assert taken / total == pytest.approx(1, rel=0.4)
