@@ -34,6 +34,8 @@ def make_decoupled() -> Any:
         # DeepSpeed's own asks torch for pinned memory, of which there is none without accelerators.
         factory._dnvme_handle, factory._io_buffer = writer.handle_and_buffer()  # noqa: SLF001
 
+    # Its process would do so otherwise, and DeepSpeed gives up after 5 minutes.
+    writer.compiled()
     mp.set_start_method("fork")
     fast_file_writer.UtilsBuilder = writer.UtilsOnProcessors
     CheckpointWriterFactory._setup_for_aio = set_up  # noqa: SLF001

@@ -23,22 +23,25 @@ BUFFER_BYTES = 256 * 1024 * 1024
 
 
 @functools.cache
-def handle_and_buffer() -> tuple[Any, Any]:
-    """What writes, and the locked memory that it writes from."""
+def compiled() -> Any:
+    """The module that writes, which the first call on a machine compiles for minutes."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    handle = (
-        AsyncIOBuilder()
-        .load(verbose=False)
-        .aio_handle(
-            block_size=BLOCK_BYTES,
-            queue_depth=QUEUE_DEPTH,
-            single_submit=False,
-            overlap_events=True,
-            intra_op_parallelism=1,
-        )
+    return AsyncIOBuilder().load(verbose=False)
+
+
+@functools.cache
+def handle_and_buffer() -> tuple[Any, Any]:
+    """What writes, and the locked memory that it writes from."""
+    import torch
+
+    handle = compiled().aio_handle(
+        block_size=BLOCK_BYTES,
+        queue_depth=QUEUE_DEPTH,
+        single_submit=False,
+        overlap_events=True,
+        intra_op_parallelism=1,
     )
     buffer = handle.new_cpu_locked_tensor(BUFFER_BYTES, torch.empty(0, dtype=torch.uint8))
     buffer.zero_()
