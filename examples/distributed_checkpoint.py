@@ -54,14 +54,15 @@ def main() -> None:
 
     # The thread that saves talks to the other ranks while this one trains with them.
     group = dist.new_group(backend="gloo")
-    stager, saving = fpfs.dcp.Stager(), None
+    # The next step waits until what it changes was copied.
+    stager, saving = fpfs.dcp.Stager(optimizers=optimizer), None
     for epoch in range(first, first + EPOCHS):
         loss = model(torch.randn(8, WIDTH)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if saving is not None:
-            saving.result()
+            saving.upload_completion.result()
         states = get_state_dict(model, optimizer)
         # Into one directory again and again: it has a whole checkpoint at any time.
         saving = dcp.async_save(
@@ -70,7 +71,7 @@ def main() -> None:
             async_stager=stager,
             process_group=group,
         )
-    saving.result()
+    saving.upload_completion.result()
     stager.close()
     if dist.get_rank() == 0:
         print(f"epochs {first} to {epoch} by {dist.get_world_size()} ranks")

@@ -178,14 +178,21 @@ class Memory:
         to.container.parts[2 * found.number + 1] = copied
 
 
+def bytes_of(storage: torch.UntypedStorage, start: int, end: int) -> torch.Tensor:
+    """Some bytes of a storage, where they lie."""
+    with torch.inference_mode(mode=False):
+        found = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return found.set_(storage)[start:end]
+
+
 def copy_rest(uncopied: Uncopied) -> None:
     """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it."""
     while uncopied:
         copy, source = uncopied.pop()
-        np.copyto(_bytes_of(copy), _bytes_of(source))
+        np.copyto(_array_of(copy), _array_of(source))
 
 
-def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     # What Tensor.numpy() was called for can never be resized again.
     memory = (ctypes.c_uint8 * len(tensor)).from_address(tensor.data_ptr())
     return np.ctypeslib.as_array(memory)
@@ -196,9 +203,7 @@ def _ranges(index: int, part: Part, later: Held) -> Iterator[_Range]:
     whole = set(part.whole)
     for number, start, end in _extents(part.container, part.share, whole):
         record = part.container.record(number)
-        with torch.inference_mode(mode=False):
-            source = torch.empty(0, dtype=torch.uint8, device=record.storage.device)
-            source = source.set_(record.storage)[record.start + start : record.start + end]
+        source = bytes_of(record.storage, record.start + start, record.start + end)
         yield _Range(
             index,
             number,
@@ -229,4 +234,13 @@ def _extents(container: Container, share: Share, whole: Set[int]) -> list[tuple[
     return extents
 
 
-__all__ = ["Copied", "InPlace", "Memory", "Part", "Uncopied", "copy_rest", "touched_memory"]
+__all__ = [
+    "Copied",
+    "InPlace",
+    "Memory",
+    "Part",
+    "Uncopied",
+    "bytes_of",
+    "copy_rest",
+    "touched_memory",
+]

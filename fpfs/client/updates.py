@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fpfs.client.sharding import is_dtensor
-
-if TYPE_CHECKING:
-    from fpfs.client.async_saving import Saving
 
 Range = tuple[int, int]
 """Addresses: from where to where."""
@@ -53,6 +51,19 @@ class Held(NamedTuple):
 NOTHING_HELD = Held({}, [])
 
 
+class Reading(Protocol):
+    """What still reads what steps change."""
+
+    path: str
+    """What is saved."""
+    update_wait_s: float
+    """How long steps have waited."""
+
+    @property
+    def staged(self) -> Future[Any]:
+        """Done when nothing is still to be read."""
+
+
 class Updates:
     """Optimizers whose steps wait, until this is closed.
 
@@ -69,12 +80,13 @@ class Updates:
     ) -> None:
         if not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
-        self._optimizers = tuple(optimizers)
-        self.savings: tuple[Saving, ...] = ()
+        self.optimizers = tuple(optimizers)
+        """Whose steps wait."""
+        self.savings: tuple[Reading, ...] = ()
         """What steps wait for, at most `timeout_s`."""
         self._timeout_s = timeout_s
         self._pid = os.getpid()
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             # Some wrap another one, and make no hooks.
             if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(
                 optimizer, "_optimizer_step_pre_hooks"
@@ -86,7 +98,7 @@ class Updates:
                 )
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.wait())
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
         ]
 
     def wait(self) -> None:
@@ -113,7 +125,7 @@ class Updates:
         """What does not change from now until the next step: of the processor's memory."""
         ranges: dict[int, list[Range]] = {}
         versions = []
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for tensor in _tensors_of(optimizer):
                 with torch.no_grad():
                     local = tensor.to_local() if is_dtensor(tensor) else tensor
@@ -134,7 +146,7 @@ class Updates:
         """Let steps no longer wait, and forget the optimizers."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._optimizers = [], ()
+        self._hooks, self.optimizers = [], ()
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ directory at once are not supported: one of them fails.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -28,7 +29,8 @@ import secrets
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -58,7 +60,9 @@ from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement
 from fpfs.client.sharding import is_dtensor
-from fpfs.client.snapshot import ALIGNMENT, touched_memory
+from fpfs.client.snapshot import ALIGNMENT, Uncopied, bytes_of, copy_rest, touched_memory
+from fpfs.client.topology import TIMEOUT_S
+from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import write
 from fpfs.core.transfers import reserve_file
 
@@ -371,17 +375,30 @@ class Stager(AsyncStager):  # type: ignore[misc]
     memory_bytes: taken and touched now; what is missing, the first save adds, which takes ten times
         as long then.
 
+    optimizers: their parameters and states in the processor's memory are copied after `async_save`
+        has returned, and their next step waits for that. What else changes them must do so after
+        `wait_before_update`. `async_save` is called between steps, not within one, and returns
+        torch's AsyncSaveResponse.
+
     Tensors of any device are copied to the processor's memory, those that are one in memory once,
     without attributes that they have been given. A state that is staged while another
     one is still being saved has memory of its own, which is kept for later, too. Give the same
     stager to each save, and `close` it after the last one.
 
-    Concurrency: several threads may stage.
+    Concurrency: several threads may stage, with `optimizers` the one that trains.
     """
 
-    def __init__(self, *, memory_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        memory_bytes: int = 0,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 0:
             raise ValueError(f"memory_bytes is {memory_bytes!r}: give a number of bytes, or 0")
+        self._updates = Updates(optimizers, timeout_s=TIMEOUT_S)
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="fpfs-copy")
+        self._pid = os.getpid()
         self._lending = threading.Lock()
         self._spaces: list[_Space] | None = []
         if memory_bytes > 0:
@@ -389,24 +406,57 @@ class Stager(AsyncStager):  # type: ignore[misc]
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """No: `stage` returns when all is copied."""
+        """No: `stage` returns when all is copied, or steps wait for it."""
         return False
 
-    def stage(self, state_dict: dict[str, Any], **_options: Any) -> dict[str, Any]:
+    def stage(
+        self, state_dict: dict[str, Any], **_options: Any
+    ) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
         """Return a copy of the state, which may change then.
 
+        With `optimizers` a future of it: until that is done, what these have may not change.
+
         Raises MemoryError if there is no room for it, ValueError if this is closed or of a DTensor
-        that is still to be summed up, and what copy.deepcopy raises of objects.
+        that is still to be summed up, and what copy.deepcopy raises of objects; with `optimizers`
+        RuntimeError in another process.
         """
         # In this order: the second one would enable gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
-            found = _Found(state_dict)
+            held = self._hold()
+            found = _Found(state_dict, held)
             try:
-                return cast("dict[str, Any]", found.copied_to(self._lend(found.bytes)))
+                staged = found.copied_to(self._lend(found.bytes))
             except BaseException as error:
                 # The error would keep the memory.
                 traceback.clear_frames(error.__traceback__)
                 raise
+        if not self._updates.optimizers:
+            return cast("dict[str, Any]", staged)
+        future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        # Who gives up waiting for it cannot cancel it.
+        future.set_running_or_notify_cancel()
+        reading = _Reading()
+        # Before steps wait for it: who is interrupted here may step, which is noticed.
+        self._copying.submit(_copy_later, future, reading, staged, found.uncopied, held)
+        self._updates.savings = (
+            *(each for each in self._updates.savings if not each.staged.done()),
+            reading,
+        )
+        return future
+
+    def _hold(self) -> Held:
+        if self._updates.optimizers and os.getpid() != self._pid:
+            raise RuntimeError(
+                "a Stager with optimizers is for the process that made it: make one here"
+            )
+        return self._updates.hold()
+
+    def wait_before_update(self) -> None:
+        """Return when what `optimizers` have may change: all states that are staged have it.
+
+        Raises TimeoutError if that takes longer than 10 minutes, as do steps of `optimizers`.
+        """
+        self._updates.wait()
 
     def _lend(self, size: int) -> torch.Tensor:
         with self._lending:
@@ -428,11 +478,69 @@ class Stager(AsyncStager):  # type: ignore[misc]
         return [space for space in self._spaces or () if space.is_free and space.size >= size]
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to wait for."""
+        """The same, by the name that torch has for it."""
+        self.wait_before_update()
 
     def close(self) -> None:
-        """Give the memory back, of states that are being saved when they are."""
+        """Give the memory back, of states that are being saved when they are.
+
+        Waits as `wait_before_update` does; then no step waits any more.
+        """
+        self.wait_before_update()
+        self._copying.shutdown(wait=False)
+        self._updates.close()
         self._spaces = None
+
+
+class _Reading:
+    """A staged state that is still to be copied."""
+
+    path = "what a Stager copies"
+    update_wait_s = 0.0
+
+    def __init__(self) -> None:
+        self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+
+def _copy_later(
+    future: concurrent.futures.Future[dict[str, Any]],
+    reading: _Reading,
+    state: dict[str, Any],
+    uncopied: Uncopied,
+    held: Held,
+) -> None:
+    """What the one thread does with a state: what its optimizers' next step waits for."""
+    try:
+        copy_rest(uncopied)
+        held.check()
+    except Exception as error:  # noqa: BLE001 told by planning
+        # The trace's frames would keep the memory.
+        state = {"state": _NotStaged(error.with_traceback(None))}
+    reading.staged.set_result(None)
+    future.set_result(state)
+
+
+class _NotStaged(Mapping[str, Any]):
+    """In the place of a state that was not copied.
+
+    Its rank takes part in the save, whose plan raises the error: so all ranks learn of it. A rank
+    that did not come would be waited for.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise self._error
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error
+
+    def __len__(self) -> int:
+        raise self._error
+
+    def __reduce__(self) -> Any:
+        raise self._error
 
 
 class _Space:
@@ -465,19 +573,24 @@ class _Part(NamedTuple):
     """Where its copy begins."""
     is_again: bool
     """Another part of the same bytes has it."""
+    is_held: bool
+    """Its bytes do not change before the next step, and may be copied later."""
 
 
 class _Found:
     """The tensors of a state."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, later: Held) -> None:
         self._state = state
+        self._later = later
         self._parts: dict[int, _Part] = {}
         """By the tensors' identities."""
         self._places: dict[tuple[Any, ...], int] = {}
         """Where the copies of those begin that are the same bytes in the same way: tied weights."""
         self.bytes = 0
         """That all take."""
+        self.uncopied: Uncopied = []
+        """What `copied_to` has left."""
         self._find(state)
 
     def _find(self, value: Any) -> None:
@@ -487,7 +600,8 @@ class _Found:
                 key = _same_bytes(local)
                 is_again = key in self._places
                 at = self._places.setdefault(key, self.bytes)
-                self._parts[id(value)] = _Part(value, local, at, is_again)
+                is_held = _is_plain(local) and self._later.covers(local)
+                self._parts[id(value)] = _Part(value, local, at, is_again, is_held)
                 if not is_again:
                     self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT
         elif isinstance(value, Mapping):
@@ -506,6 +620,8 @@ class _Found:
         if isinstance(value, torch.Tensor):
             if id(value) not in memo:
                 part = self._parts.get(id(value))
+                if part is not None and part.is_held and not part.is_again:
+                    self.uncopied.append((_place_of(part, lent), _bytes_of(part.local)))
                 memo[id(value)] = _copied_by_torch(value) if part is None else _copied(part, lent)
                 memo.setdefault(id(memo), []).append(value)  # or its identity were another's
             return memo[id(value)]
@@ -552,15 +668,30 @@ def _copied_by_torch(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has bytes, which are the copy's, in their order in memory."""
+    is_whole = tensor.nbytes > 0 and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return is_whole and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    start = tensor.storage_offset() * tensor.itemsize
+    return bytes_of(tensor.untyped_storage(), start, start + tensor.nbytes)
+
+
+def _place_of(part: _Part, lent: torch.Tensor) -> torch.Tensor:
+    return lent[part.at : part.at + part.local.nbytes]
+
+
 def _copied(part: _Part, lent: torch.Tensor) -> torch.Tensor:
-    """Copy what this rank has of a tensor; returns the same as a tensor."""
+    """Copy what this rank has of a tensor, now or later; returns the same as a tensor."""
     local = part.local
-    made = lent[part.at : part.at + local.nbytes].view(local.dtype)
+    made = _place_of(part, lent).view(local.dtype)
     if torch.ops.aten.is_non_overlapping_and_dense(local):
         made = made.as_strided(local.shape, local.stride(), made.storage_offset())
     else:
         made = made.view(local.shape)
-    if not part.is_again:
+    if not part.is_again and not part.is_held:
         made.copy_(local)
     if not is_dtensor(part.tensor):
         return made

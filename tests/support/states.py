@@ -9,6 +9,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.functional import mse_loss
 
 from fpfs.client import planning
 from fpfs.client.shares.saving import save_shares
+from fpfs.client.updates import Reading
 
 DTYPES = tuple(
     dtype
@@ -279,3 +282,51 @@ FORMER = {"step": 1}
 def is_as_before(path: Path) -> bool:
     """Whether `path` still has FORMER, and nothing lies beside it."""
     return os.listdir(path.parent) == [path.name] and bool(torch.load(path) == FORMER)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "foreach AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+
+
+FEATURES = 300
+"""Of what models get."""
+
+
+class Training:
+    """A model that has buffers, and its optimizer, which has states."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, FEATURES),
+            torch.nn.BatchNorm1d(FEATURES),
+            torch.nn.Linear(FEATURES, 1),
+        )
+        self.optimizer = make(self.model.parameters())
+        self.forward_and_backward()
+        self.optimizer.step()
+
+    def forward_and_backward(self) -> None:
+        """Changes buffers, too."""
+        inputs = torch.randn(8, FEATURES)
+        mse_loss(self.model(inputs), inputs.sum(1, keepdim=True)).backward()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def when_awaited(reading: Reading, act: Callable[[], None]) -> None:
+    """Have a step that waits for the copy do this first."""
+    wait = reading.staged.exception
+
+    def exception(timeout: float | None = None) -> BaseException | None:
+        act()
+        return wait(timeout)
+
+    reading.staged.exception = exception  # type: ignore[method-assign]

@@ -18,53 +18,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import mse_loss
 
 from fpfs import client
 from fpfs.client import AsyncSaver, saving, snapshot
 from tests.support.ranks import Worlds
-from tests.support.states import FORMER, is_as_before, same
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "foreach AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-}
-SIZE = 300
+from tests.support.states import (
+    FEATURES,
+    FORMER,
+    OPTIMIZERS,
+    Training,
+    is_as_before,
+    same,
+    when_awaited,
+)
 
 
 def flat_model() -> torch.nn.Module:
     """Parameters and buffers are views of one tensor, and count their changes each on its own."""
-    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.BatchNorm1d(SIZE))
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, FEATURES), torch.nn.BatchNorm1d(FEATURES))
     tensors = [*model.parameters(), *(t for t in model.buffers() if t.is_floating_point())]
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.data = part.view_as(tensor)
     return model
-
-
-class Training:
-    """A model that has buffers, and its optimizer, which has states."""
-
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(SIZE, SIZE), torch.nn.BatchNorm1d(SIZE), torch.nn.Linear(SIZE, 1)
-        )
-        self.optimizer = make(self.model.parameters())
-        self.forward_and_backward()
-        self.optimizer.step()
-
-    def forward_and_backward(self) -> None:
-        """Changes buffers, too."""
-        inputs = torch.randn(8, SIZE)
-        mse_loss(self.model(inputs), inputs.sum(1, keepdim=True)).backward()
-
-    def state(self) -> dict[str, Any]:
-        """What is saved of it."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 @pytest.fixture
@@ -79,17 +55,6 @@ def copy_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     monkeypatch.setattr(saving, "copy_rest", copy_rest)
     return go.set
-
-
-def when_awaited(save: client.Saving, act: Callable[[], None]) -> None:
-    """Have a step that waits for the copy do this first."""
-    wait = save.staged.exception
-
-    def exception(timeout: float | None = None) -> BaseException | None:
-        act()
-        return wait(timeout)
-
-    save.staged.exception = exception  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -140,20 +105,20 @@ def test_what_shares_memory_with_others_is_copied_at_once(
 ) -> None:
     model = flat_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parameter = torch.nn.Parameter(torch.ones(2 * SIZE))
+    parameter = torch.nn.Parameter(torch.ones(2 * FEATURES))
     optimizer.add_param_group({"params": parameter})
     state = {"model": model.state_dict(), "parameter": parameter}
     before = copy.deepcopy(state)
     with AsyncSaver(optimizers=optimizer) as saver:
         saver.save(state, path)
-        model(torch.randn(8, SIZE))
+        model(torch.randn(8, FEATURES))
         copy_on()
     assert same(torch.load(path), before)
 
 
 def test_gaps_between_elements_are_copied_at_once(path: Path, copy_on: Callable[[], None]) -> None:
-    whole = torch.zeros(4, SIZE)
-    parameters = [torch.nn.Parameter(torch.zeros(3, SIZE).T), torch.nn.Parameter(whole[:, 1:])]
+    whole = torch.zeros(4, FEATURES)
+    parameters = [torch.nn.Parameter(torch.zeros(3, FEATURES).T), torch.nn.Parameter(whole[:, 1:])]
     parameters[1].data = whole[:, 1:]
     assert not parameters[1].is_contiguous()
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -166,7 +131,7 @@ def test_gaps_between_elements_are_copied_at_once(path: Path, copy_on: Callable[
 
 def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW"])
-    model = torch.nn.Linear(SIZE, SIZE)
+    model = torch.nn.Linear(FEATURES, FEATURES)
     other = torch.optim.SGD(
         [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}], momentum=0.9
     )
@@ -192,7 +157,7 @@ def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
                 befores.append(copy.deepcopy(state))
                 when_awaited(saver.save(state, f"{path}.{step}"), awaited.set)
                 training.forward_and_backward()
-                model(torch.randn(4, SIZE)).sum().backward()
+                model(torch.randn(4, FEATURES)).sum().backward()
                 for optimizer in (training.optimizer, other)[:: 1 if step % 2 else -1]:
                     optimizer.step()
     for step, before in enumerate(befores):
@@ -425,11 +390,13 @@ def train(path: str, dim: int) -> None:
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, FEATURES), torch.nn.Linear(FEATURES, FEATURES)
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    inputs = torch.randn(4, SIZE)
+    inputs = torch.randn(4, FEATURES)
     with AsyncSaver(optimizers=optimizer) as saver:
         for step in range(4):
             model(inputs).sum().backward()
