@@ -281,7 +281,10 @@ class Commands:
         checkpoint.save(self._state, storage_writer=Writer(path), no_dist=True)
 
     def save_dcp_beside(self, *, path: str, stager: str) -> None:
-        """Begin to save it beside training: staged by "torch" anew, "torch, kept", or "fpfs"."""
+        """Begin to save it beside training: staged by "torch" anew, "torch, kept", "fpfs", or by
+        "fpfs, later" as what an optimizer has.
+        """
+        import torch
         from torch.distributed import checkpoint
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -289,12 +292,15 @@ class Commands:
 
         if stager == "fpfs":
             self._stager = self._stager or Stager()
+        elif stager == "fpfs, later":
+            optimizer = torch.optim.SGD(self._state.values())
+            self._stager = self._stager or Stager(optimizers=optimizer)
         elif stager == "torch, kept":
             self._stager = self._stager or DefaultStager(StagingOptions(*[False] * 4))
         self._saving = checkpoint.async_save(
             self._state,
             storage_writer=Writer(path)
-            if stager == "fpfs"
+            if stager.startswith("fpfs")
             else checkpoint.FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True),
             async_stager=self._stager,
             no_dist=True,
@@ -302,7 +308,7 @@ class Commands:
 
     def wait_dcp(self) -> None:
         """Until that is durable."""
-        self._saving.result()
+        getattr(self._saving, "upload_completion", self._saving).result()
         self._saving = None
 
     def save_by_lightning(self, *, path: str, plugin: str) -> None:

@@ -71,6 +71,7 @@ def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
         yield [
             Contender(name="copy", play=lambda: alike([copying], "copy")),
             saving("fpfs.dcp", mount.path, "fpfs"),
+            saving("fpfs.dcp, optimizers known", mount.path, "fpfs, later"),
             saving("DCP async", plain, "torch"),
             saving("DCP async, kept stager", plain, "torch, kept"),
         ]
