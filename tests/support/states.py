@@ -6,21 +6,24 @@ import io
 import math
 import os
 import re
+import threading
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
-from fpfs.client import planning
+from fpfs.client import planning, snapshot
 from fpfs.client.shares.saving import save_shares
 from fpfs.client.updates import Reading
 
@@ -330,3 +333,16 @@ def when_awaited(reading: Reading, act: Callable[[], None]) -> None:
         return wait(timeout)
 
     reading.staged.exception = exception  # type: ignore[method-assign]
+
+
+def hold_copies(patch: pytest.MonkeyPatch, module: ModuleType) -> Callable[[], None]:
+    """What is left to the thread, it does not copy until what is returned here is called."""
+    go = threading.Event()
+
+    def copy_rest(uncopied: snapshot.Uncopied) -> None:
+        assert uncopied
+        assert go.wait(60)
+        snapshot.copy_rest(uncopied)
+
+    patch.setattr(module, "copy_rest", copy_rest)
+    return go.set

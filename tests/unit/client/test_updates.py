@@ -27,6 +27,7 @@ from tests.support.states import (
     FORMER,
     OPTIMIZERS,
     Training,
+    hold_copies,
     is_as_before,
     same,
     when_awaited,
@@ -46,15 +47,7 @@ def flat_model() -> torch.nn.Module:
 @pytest.fixture
 def copy_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """What is left to the thread, it does not copy until this is called."""
-    go = threading.Event()
-
-    def copy_rest(uncopied: snapshot.Uncopied) -> None:
-        assert uncopied
-        assert go.wait(60)
-        snapshot.copy_rest(uncopied)
-
-    monkeypatch.setattr(saving, "copy_rest", copy_rest)
-    return go.set
+    return hold_copies(monkeypatch, saving)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -26,7 +26,7 @@ from fpfs.client import snapshot
 from fpfs.dcp import Reader, Stager, Writer
 from fpfs.integrations import dcp as integration
 from tests.support.ranks import Worlds
-from tests.support.states import OPTIMIZERS, Training, same, when_awaited
+from tests.support.states import OPTIMIZERS, Training, hold_copies, same, when_awaited
 from tests.unit.integrations.test_dcp import equal
 
 # torch's own, of a save by one process.
@@ -36,15 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture
 def copy_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """What is left to the thread, it does not copy until this is called."""
-    go = threading.Event()
-
-    def copy_rest(uncopied: snapshot.Uncopied) -> None:
-        assert uncopied
-        assert go.wait(60)
-        snapshot.copy_rest(uncopied)
-
-    monkeypatch.setattr(integration, "copy_rest", copy_rest)
-    return go.set
+    return hold_copies(monkeypatch, integration)
 
 
 def async_save(given: Any, folder: Path, stager: Stager) -> AsyncSaveResponse:
