@@ -458,8 +458,9 @@ def _write_and_tell(
     lay_out_s = saving.stall_s
     with contextlib.ExitStack() as stack:
         stack.push(steps)
-        steps.start(threads=threads)
+        # Ranks that have begun may read what others have copied.
         copied.result()
+        steps.start(threads=threads)
         if saving.in_place_bytes > 0:
             held.check()
             if given_up.is_set():

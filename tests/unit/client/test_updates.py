@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import AsyncSaver, saving, snapshot
+from fpfs.client import AsyncSaver, planning, saving, snapshot, writing
 from tests.support.ranks import Worlds
 from tests.support.states import (
     FEATURES,
@@ -435,3 +436,36 @@ def test_a_rank_that_changes_too_early(forks: Worlds, path: Path) -> None:
     assert errors[0].startswith("RankFailed: rank 1: RuntimeError: a parameter or a state")
     assert errors[1].startswith("RuntimeError: a parameter or a state")
     assert is_as_before(path)
+
+
+LATE_S = 0.5
+"""How much later a rank copies: without the wait for it, the other one would have written."""
+
+
+def copy_late(path: str) -> None:
+    """As a rank: save a tensor of which others read parts; 1 copies it late."""
+    whole = torch.arange(64.0 * 64).view(64, 64)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
+    written = threading.Event()
+    write_pieces, copy_rest = writing.write_pieces, saving.copy_rest
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        written.set()
+        return write_pieces(*arguments, **options)
+
+    def copy_it(uncopied: snapshot.Uncopied) -> None:
+        assert uncopied
+        # No rank writes before all have copied: not this one, either.
+        assert not written.wait(LATE_S if dist.get_rank() == 1 else 0)
+        copy_rest(uncopied)
+
+    writing.write_pieces, saving.copy_rest = write, copy_it
+    planning.CHUNK_BYTES_DEFAULT = 4096  # type: ignore[attr-defined]
+    with AsyncSaver(optimizers=torch.optim.SGD([parameter], lr=0.1)) as saver:
+        saver.save(parameter, path)
+
+
+def test_no_rank_reads_what_is_not_copied_yet(forks: Worlds, path: Path) -> None:
+    forks.start(2, copy_late, path).values()
+    assert torch.equal(torch.load(path).detach(), torch.arange(64.0 * 64).view(64, 64))
