@@ -88,15 +88,18 @@ void check_threads(uint32_t threads) {
 std::unique_ptr<Transfer<PieceWriter>> write_pieces(const Pieces& pieces, const Places& places,
                                                     const StripTuples& strips, nb::object owners,
                                                     int fd, uint64_t request_bytes,
-                                                    uint32_t threads) {
+                                                    uint32_t threads, uint32_t first_crc) {
   check_threads(threads);
   std::vector<CrcPlace> native_places;
   native_places.reserve(places.size());
   for (const auto& [offset, piece] : places) native_places.push_back({offset, piece});
   auto transfer = std::make_unique<Transfer<PieceWriter>>(std::move(owners), fd);
-  auto started = PieceWriter::start(
-      to_native(pieces), std::move(native_places), to_native(strips),
-      {.fd = transfer->fd.get(), .request_bytes = request_bytes, .threads = threads});
+  const PieceWriterConfig config{.fd = transfer->fd.get(),
+                                 .request_bytes = request_bytes,
+                                 .threads = threads,
+                                 .first_crc = first_crc};
+  auto started =
+      PieceWriter::start(to_native(pieces), std::move(native_places), to_native(strips), config);
   if (!started.ok()) check(started.status());
   transfer->native = started.take();
   return transfer;
@@ -134,7 +137,7 @@ void bind_client(nb::module_& module) {
   bind_transfer<PieceReader>(module, "PieceReader");
   module.def("write_pieces", &write_pieces, nb::arg("pieces"), nb::arg("places"), nb::kw_only(),
              nb::arg("strips"), nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"),
-             nb::arg("threads"));
+             nb::arg("threads"), nb::arg("first_crc") = 0);
   module.def("allow_reading", &allow_reading);
   module.def(
       "read_process",

@@ -257,7 +257,7 @@ bool PieceWriter::Run::enter_crcs(const Request& request, char* data) {
 }
 
 uint32_t PieceWriter::Run::crc_of(size_t piece) const {
-  uint32_t crc = 0;
+  uint32_t crc = piece == 0 ? config_.first_crc : 0;
   const size_t end = piece + 1 < first_part_.size() ? first_part_[piece + 1] : parts_.size();
   for (size_t index = first_part_[piece]; index < end; ++index) {
     crc = crc32_combine(crc, parts_[index].crc, parts_[index].bytes);

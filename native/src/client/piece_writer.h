@@ -32,6 +32,8 @@ struct PieceWriterConfig {
   // the processor's cache when the kernel copies it.
   uint64_t request_bytes = uint64_t{256} << 10;
   uint32_t threads = 2;
+  // Of what was written before of the first piece, by another writer: so its CRC32 is of both.
+  uint32_t first_crc = 0;
 };
 
 // Makes a file `bytes` long. ENOSPC: it lacks room. Where the filesystem cannot reserve room, the

@@ -102,6 +102,35 @@ TEST_CASE("piece writer: random pieces, their CRC32s and the places of these") {
   }
 }
 
+TEST_CASE("piece writer: a piece that another writer began has the CRC32 of both parts") {
+  std::mt19937_64 random(3);
+  std::string text = random_text(random, 5 * kRequestBytes + 17);
+  std::string behind(sizeof(uint32_t), '\0');
+  const FileDescriptor file = memory_file();
+  uint32_t crc = 0;
+  const uint64_t cuts[] = {0, 2 * kRequestBytes, 2 * kRequestBytes + 5, text.size()};
+  for (int part = 0; part < 3; ++part) {
+    const uint64_t from = cuts[part], to = cuts[part + 1];
+    std::vector<Piece> pieces{{text.data() + from, to - from, from}};
+    std::vector<CrcPlace> places;
+    if (part == 2) {
+      pieces.push_back({behind.data(), behind.size(), to});
+      places.push_back({to, 0});
+    }
+    auto started = PieceWriter::start(
+        pieces, places, {},
+        {.fd = file.get(), .request_bytes = kRequestBytes, .threads = 2, .first_crc = crc});
+    const auto writer = started.take();
+    REQUIRE(writer->wait(kLong));
+    REQUIRE(writer->status().ok());
+    crc = writer->crc32().front();
+    CHECK(crc == zlib_crc(text.data(), to));
+  }
+  std::string stored(sizeof crc, '\0');
+  std::memcpy(stored.data(), &crc, sizeof crc);
+  CHECK(content(file.get()) == text + stored);
+}
+
 TEST_CASE("piece writer: what lies in one piece is not copied") {
   std::mt19937_64 random(2);
   std::string text = random_text(random, 8 * kRequestBytes);
