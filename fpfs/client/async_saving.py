@@ -142,9 +142,9 @@ class AsyncSaver:
     staging_bytes: what each copy may take at most. What has no room is written from where it lies,
         before the rest, and who may change it waits for that: the next step, or `save` itself, if
         there is more than that of what `optimizers` do not have. None: what states need.
-    optimizers: their parameters and states in the processor's memory are copied after `save` has
-        returned, and their next step waits for that. What else changes them must do so after
-        `wait_before_update`. `save` is called between steps, not within one.
+    optimizers: their parameters and states are copied after `save` has returned, and their next
+        step waits for that. What else changes them must do so after `wait_before_update`. `save` is
+        called between steps, not within one.
     threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
         by the ranks.
     strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
@@ -208,7 +208,8 @@ class AsyncSaver:
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
 
-        What `optimizers` have may change at their next step, or after `wait_before_update`.
+        What `optimizers` have may change at their next step, or after `wait_before_update`; what
+        else other devices have, by what this thread's current streams are given from now on.
 
         Waits for the oldest save if `in_flight` are under way. Raises what one before has failed
         of, once and if strict; TimeoutError if it does not end within `timeout_s`; RuntimeError in

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fpfs.client.accelerators import Moment
 from fpfs.client.boxes import Sharding
 from fpfs.client.plan import Records
 from fpfs.client.sharding import Sharded, StandIns, sharded_of
@@ -75,6 +76,8 @@ class Container(NamedTuple):
     """The records whose CRC32s are in each text, by its number, and where in the file, in order."""
     tensors: list[str]
     """Type, shape and, if it has one, name of each tensor, as they were pickled."""
+    moment: Moment | None = None
+    """When it was to be saved, for what other devices have of it; None: it is to be now."""
 
     def record(self, number: int) -> Record:
         """One of the records, counted from 0."""

@@ -2,14 +2,16 @@
 
 torch.load reads the pickle and makes tensors without memory (on the device meta), which know where
 in the file their bytes are. Of a DTensor only this rank's part is read. What lies in one piece in
-the file and in memory is read by native threads straight to where it stays, all tensors at once;
-the rest comes through a buffer of some MiB, as `Tensor.copy_` would convert it.
+the file and in memory is read by native threads straight to where it stays, all tensors at once. To
+other devices it goes by two buffers, of which one is read while the other is copied. The rest comes
+through a buffer of some MiB, as `Tensor.copy_` would convert it.
 
 Concurrency: as `load`. The state is the caller's, who must not use it meanwhile.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -22,9 +24,11 @@ from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 
+from fpfs.client.accelerators import Copies, memory_for, now
 from fpfs.client.boxes import Box, runs_of
 from fpfs.client.parallel_file import Piece
 from fpfs.client.sharding import is_dtensor, part_of
+from fpfs.client.snapshot import ALIGNMENT, bytes_of
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
@@ -58,9 +62,9 @@ class Filling(NamedTuple):
         start = int(self.source.storage_offset()) * int(self.source.itemsize)
         return self.archive_offset + _offset_of(self.source.untyped_storage()) + start
 
-    def is_direct(self) -> bool:
-        """Whether the part's bytes are the file's, in few pieces."""
-        same = self.target.dtype == self.source.dtype and self.target.device.type == "cpu"
+    def is_as_in_file(self) -> bool:
+        """Whether the part's bytes are the file's, in one piece."""
+        same = self.target.dtype == self.source.dtype
         # Of others, copy_ knows where their bytes are.
         is_plain = type(self.target) is torch.Tensor
         is_plain = is_plain and self.source.is_contiguous() and self.target.is_contiguous()
@@ -93,14 +97,80 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool | None, begin: flo
 
 def read(file: ReadableFile, fillings: Sequence[Filling], *, begin: float = 0.0) -> None:
     """Fill what is to be filled; `begin` as `fill` has it."""
-    fillings = [filling for filling in fillings if filling.box.elements > 0]
-    direct = [filling for filling in fillings if filling.is_direct()]
-    pieces = [piece for filling in direct for piece in filling.pieces()]
-    pieces = _begun_at(begin, sorted(pieces, key=lambda piece: piece[2]))
-    file.read_pieces(pieces, [filling.target for filling in direct])
+    here, elsewhere, others = list[Filling](), list[Filling](), list[Filling]()
     for filling in fillings:
-        if not filling.is_direct():
-            _fill_by_buffer(file, filling)
+        if filling.box.elements > 0:
+            is_here = filling.target.device.type == "cpu"
+            kind = here if is_here else elsewhere
+            (kind if filling.is_as_in_file() else others).append(filling)
+    pieces = [piece for filling in here for piece in filling.pieces()]
+    pieces = _begun_at(begin, sorted(pieces, key=lambda piece: piece[2]))
+    file.read_pieces(pieces, [filling.target for filling in here])
+    _fill_devices(file, elsewhere, begin=begin)
+    for filling in others:
+        _fill_by_buffer(file, filling)
+
+
+class _Wave:
+    """What is read together, and goes to other devices from there."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.parts = list[tuple[torch.Tensor, int, int]]()
+        """Of tensors' bytes; where in the buffer, and in the file."""
+
+    def add(self, part: torch.Tensor, offset: int) -> None:
+        self.parts.append((part, self.bytes, offset))
+        self.bytes += -(-len(part) // ALIGNMENT) * ALIGNMENT
+
+
+def _fill_devices(file: ReadableFile, fillings: Sequence[Filling], *, begin: float) -> None:
+    """Fill tensors of other devices: while one wave goes there, the next one is read."""
+    if not fillings:
+        return
+    devices = {filling.target.device for filling in fillings}
+    waves = _waves_of(fillings, begin=begin)
+    buffers = [memory_for(max(wave.bytes for wave in waves), devices) for _ in waves[:2]]
+    # What is queued there may still use the tensors.
+    moment = now(devices)
+    under_way = [Copies(moment), Copies(moment)]
+    with contextlib.ExitStack() as stack:
+        for copies in under_way:
+            # Also if this fails: who has the memory then would find it changed.
+            stack.callback(copies.wait)
+        for number, wave in enumerate(waves):
+            buffer, copies = buffers[number % 2], under_way[number % 2]
+            copies.wait()
+            address = buffer.data_ptr()
+            file.read_pieces([(address + at, len(part), to) for part, at, to in wave.parts], buffer)
+            for part, at, _ in wave.parts:
+                copies.begin(part, buffer[at : at + len(part)])
+
+
+def _waves_of(fillings: Sequence[Filling], *, begin: float) -> list[_Wave]:
+    """The tensors' bytes in the order of the file, of at most BUFFER_BYTES each."""
+    tensors, pieces, end = list[torch.Tensor](), list[Piece](), 0
+    for filling in sorted(fillings, key=lambda filling: filling.pieces()[0][2]):
+        target = filling.target
+        start = target.storage_offset() * target.itemsize
+        tensors.append(bytes_of(target.untyped_storage(), start, start + target.nbytes))
+        pieces.append((end, len(tensors[-1]), filling.pieces()[0][2]))
+        end += len(tensors[-1])
+    begins = [at for at, _, _ in pieces]
+    waves = [_Wave()]
+    for each, size, offset in _begun_at(begin, pieces):
+        number = bisect.bisect_right(begins, each) - 1
+        first, done = each - begins[number], 0
+        while done < size:
+            room = BUFFER_BYTES - waves[-1].bytes
+            if room <= 0:
+                waves.append(_Wave())
+                continue
+            count = min(size - done, room)
+            at = first + done
+            waves[-1].add(tensors[number][at : at + count], offset + done)
+            done += count
+    return waves
 
 
 def _match(into: Any, loaded: Any, name: str, fillings: list[Filling]) -> Any:

@@ -91,8 +91,8 @@ def save(
     former one; if something fails, the former one, and nothing else. Links are followed; owner and
     mode of a former file stay.
 
-    state: what torch.save takes. Storages on other devices are copied to the processor's memory
-        first, what a rank writes of them.
+    state: what torch.save takes. Storages on other devices have what this thread's current streams
+        have to do by now.
     group: whose ranks write it together, each a part: all call `save`, with the same tensors and a
         path to the same file. What is not a tensor is rank 0's. A DTensor is saved whole, as an
         ordinary tensor in the processor's memory: each rank writes of its part. None: the default
@@ -160,7 +160,7 @@ class _File:
         self.path = path
         """Links followed."""
         self.container, self.planning, self.plan, self.offered = agreed
-        self.uncopied: Uncopied = []
+        self.uncopied: Uncopied | None = None
         self.in_place: frozenset[int] = frozenset()
         """Records of which a snapshot has no copy."""
         self.replacement: Replacement | None = None
@@ -236,6 +236,10 @@ class Save:
         name_file(error, self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(self._peers.__exit__, kind, error, trace)
+            for file in self._files:
+                if file.uncopied is not None:
+                    # The memory may be the next snapshot's.
+                    stack.callback(file.uncopied.copies.wait)
             if error is not None:
                 # First, or ranks that come late would only find that there is no file.
                 self._peers.tell(error)
@@ -283,6 +287,7 @@ class Save:
     def finish_snapshot(self) -> None:
         """Copy what `snapshot` has left."""
         for file in self._files:
+            assert file.uncopied is not None
             copy_rest(file.uncopied)
 
     def start(self, *, threads: int | None = None) -> None:

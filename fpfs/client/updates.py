@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fpfs.client.accelerators import has_streams
 from fpfs.client.sharding import is_dtensor
 
 Range = tuple[int, int]
@@ -25,16 +26,15 @@ Range = tuple[int, int]
 class Held(NamedTuple):
     """Tensors that do not change until the next step."""
 
-    ranges: dict[int, list[Range]]
-    """What they are of each storage, by the storage's address, in order, without gaps between."""
+    ranges: dict[tuple[torch.device, int], list[Range]]
+    """What they are of each storage, by the storage's device and address, in order, without gaps
+    between."""
     versions: list[tuple[torch.Tensor, int]]
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether of these bytes, without gaps, none is another tensor's alone."""
-        if tensor.device.type != "cpu":
-            return False
         first = tensor.data_ptr()
-        found = self.ranges.get(tensor.untyped_storage().data_ptr(), [])
+        found = self.ranges.get((tensor.device, tensor.untyped_storage().data_ptr()), [])
         return any(begin <= first and first + tensor.nbytes <= end for begin, end in found)
 
     def check(self) -> None:
@@ -122,8 +122,8 @@ class Updates:
                 saving.update_wait_s += time.monotonic() - started
 
     def hold(self) -> Held:
-        """What does not change from now until the next step: of the processor's memory."""
-        ranges: dict[int, list[Range]] = {}
+        """What does not change from now until the next step, of devices that are copied beside."""
+        ranges: dict[tuple[torch.device, int], list[Range]] = {}
         versions = []
         for optimizer in self.optimizers:
             for tensor in _tensors_of(optimizer):
@@ -132,13 +132,12 @@ class Updates:
                 # Of other classes torch alone knows what is saved of them.
                 if type(local) not in {torch.Tensor, torch.nn.Parameter} or local.is_inference():
                     continue
-                if (
-                    local.device.type == "cpu"
-                    and local.layout is torch.strided
-                    and _is_dense(local)
-                ):
+                is_beside = local.device.type == "cpu" or has_streams(local.device)
+                if is_beside and local.layout is torch.strided and _is_dense(local):
                     storage, first = local.untyped_storage().data_ptr(), local.data_ptr()
-                    ranges.setdefault(storage, []).append((first, first + local.nbytes))
+                    ranges.setdefault((local.device, storage), []).append(
+                        (first, first + local.nbytes)
+                    )
                     versions += [(each, each._version) for each in (tensor, local)]  # noqa: SLF001
         return Held({storage: _joined(found) for storage, found in ranges.items()}, versions)
 

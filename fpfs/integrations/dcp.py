@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from fpfs.client.accelerators import Copies, now
 from fpfs.client.archives import is_dense, lay_out_each
 from fpfs.client.boxes import Box
 from fpfs.client.container import Container
@@ -60,7 +61,7 @@ from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement
 from fpfs.client.sharding import is_dtensor
-from fpfs.client.snapshot import ALIGNMENT, Uncopied, bytes_of, copy_rest, touched_memory
+from fpfs.client.snapshot import ALIGNMENT, TouchedMemory, Uncopied, bytes_of, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import write
@@ -375,10 +376,9 @@ class Stager(AsyncStager):  # type: ignore[misc]
     memory_bytes: taken and touched now; what is missing, the first save adds, which takes ten times
         as long then.
 
-    optimizers: their parameters and states in the processor's memory are copied after `async_save`
-        has returned, and their next step waits for that. What else changes them must do so after
-        `wait_before_update`. `async_save` is called between steps, not within one, and returns
-        torch's AsyncSaveResponse.
+    optimizers: their parameters and states are copied after `async_save` has returned, and their
+        next step waits for that. What else changes them must do so after `wait_before_update`.
+        `async_save` is called between steps, not within one, and returns torch's AsyncSaveResponse.
 
     Tensors of any device are copied to the processor's memory, those that are one in memory once,
     without attributes that they have been given. A state that is staged while another
@@ -425,8 +425,12 @@ class Stager(AsyncStager):  # type: ignore[misc]
             held = self._hold()
             found = _Found(state_dict, held)
             try:
-                staged = found.copied_to(self._lend(found.bytes))
+                staged = found.copied_to(self._lend(found.bytes, found.devices))
+                if not self._updates.optimizers:
+                    found.uncopied.copies.wait()
             except BaseException as error:
+                # The memory may be the next state's.
+                found.uncopied.copies.wait()
                 # The error would keep the memory.
                 traceback.clear_frames(error.__traceback__)
                 raise
@@ -458,7 +462,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         """
         self._updates.wait()
 
-    def _lend(self, size: int) -> torch.Tensor:
+    def _lend(self, size: int, devices: Iterable[torch.device]) -> torch.Tensor:
         with self._lending:
             if self._spaces is None:
                 raise ValueError("the Stager is closed: make another one")
@@ -471,7 +475,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
                 self._spaces = [space for space in self._spaces if not space.is_free]
                 fitting = [_Space(size)]
                 self._spaces += fitting
-            return min(fitting, key=lambda space: space.size).lend()
+            return min(fitting, key=lambda space: space.size).lend(devices)
 
     def _fitting(self, size: int) -> list[_Space]:
         """Those that are large enough, and that nobody uses."""
@@ -514,6 +518,8 @@ def _copy_later(
         copy_rest(uncopied)
         held.check()
     except Exception as error:  # noqa: BLE001 told by planning
+        # The memory may be the next state's.
+        uncopied.copies.wait()
         # The trace's frames would keep the memory.
         state = {"state": _NotStaged(error.with_traceback(None))}
     reading.staged.set_result(None)
@@ -548,7 +554,7 @@ class _Space:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._mapping = touched_memory(max(1, size))
+        self._mapping = TouchedMemory(max(1, size))
         self._lent: weakref.ref[Any] | None = None
 
     @property
@@ -556,8 +562,9 @@ class _Space:
         """Whether no tensor is left of what was lent."""
         return self._lent is None or self._lent() is None
 
-    def lend(self) -> torch.Tensor:
-        """All of it. Tensors that are made of this one keep it."""
+    def lend(self, devices: Iterable[torch.device]) -> torch.Tensor:
+        """All of it, for copies from these. Tensors that are made of this one keep it."""
+        self._mapping.pin_for(devices)
         array = np.frombuffer(self._mapping, dtype=np.uint8)
         self._lent = weakref.ref(array)
         return torch.from_numpy(array)
@@ -589,9 +596,10 @@ class _Found:
         """Where the copies of those begin that are the same bytes in the same way: tied weights."""
         self.bytes = 0
         """That all take."""
-        self.uncopied: Uncopied = []
-        """What `copied_to` has left."""
         self._find(state)
+        self.devices = {part.local.device for part in self._parts.values()}
+        self.uncopied = Uncopied(now(self.devices))
+        """What `copied_to` has left."""
 
     def _find(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -612,8 +620,14 @@ class _Found:
                 self._find(each)
 
     def copied_to(self, lent: torch.Tensor) -> Any:
-        """The state, with copies in `lent`."""
-        return self._copied(self._state, lent, {})
+        """The state, with copies in `lent`: devices' when `uncopied` says so.
+
+        What is queued on current streams after this call is done when those are made.
+        """
+        try:
+            return self._copied(self._state, lent, {})
+        finally:
+            self.uncopied.copies.hold_back(self.devices)
 
     def _copied(self, value: Any, lent: torch.Tensor, memo: dict[int, Any]) -> Any:
         """memo: as copy.deepcopy has it, so what is one stays one, within objects, too."""
@@ -621,8 +635,12 @@ class _Found:
             if id(value) not in memo:
                 part = self._parts.get(id(value))
                 if part is not None and part.is_held and not part.is_again:
-                    self.uncopied.append((_place_of(part, lent), _bytes_of(part.local)))
-                memo[id(value)] = _copied_by_torch(value) if part is None else _copied(part, lent)
+                    self.uncopied.add(_place_of(part, lent), _bytes_of(part.local))
+                memo[id(value)] = (
+                    _copied_by_torch(value)
+                    if part is None
+                    else _copied(part, lent, self.uncopied.copies)
+                )
                 memo.setdefault(id(memo), []).append(value)  # or its identity were another's
             return memo[id(value)]
         if isinstance(value, dict):
@@ -683,7 +701,7 @@ def _place_of(part: _Part, lent: torch.Tensor) -> torch.Tensor:
     return lent[part.at : part.at + part.local.nbytes]
 
 
-def _copied(part: _Part, lent: torch.Tensor) -> torch.Tensor:
+def _copied(part: _Part, lent: torch.Tensor, copies: Copies) -> torch.Tensor:
     """Copy what this rank has of a tensor, now or later; returns the same as a tensor."""
     local = part.local
     made = _place_of(part, lent).view(local.dtype)
@@ -691,7 +709,11 @@ def _copied(part: _Part, lent: torch.Tensor) -> torch.Tensor:
         made = made.as_strided(local.shape, local.stride(), made.storage_offset())
     else:
         made = made.view(local.shape)
-    if not part.is_again and not part.is_held:
+    if part.is_again or part.is_held:
+        pass
+    elif local.device.type != "cpu" and _is_plain(local):
+        copies.begin(_place_of(part, lent), _bytes_of(local))
+    else:
         made.copy_(local)
     if not is_dtensor(part.tensor):
         return made

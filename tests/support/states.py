@@ -303,20 +303,23 @@ FEATURES = 300
 class Training:
     """A model that has buffers, and its optimizer, which has states."""
 
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        torch.manual_seed(0)
+    def __init__(
+        self, make: Callable[[Any], torch.optim.Optimizer], device: str | torch.device = "cpu"
+    ) -> None:
+        torch.random.default_generator.manual_seed(0)
+        self._device = device
         self.model = torch.nn.Sequential(
             torch.nn.Linear(FEATURES, FEATURES),
             torch.nn.BatchNorm1d(FEATURES),
             torch.nn.Linear(FEATURES, 1),
-        )
+        ).to(device)
         self.optimizer = make(self.model.parameters())
         self.forward_and_backward()
         self.optimizer.step()
 
     def forward_and_backward(self) -> None:
         """Changes buffers, too."""
-        inputs = torch.randn(8, FEATURES)
+        inputs = torch.randn(8, FEATURES).to(self._device)
         mse_loss(self.model(inputs), inputs.sum(1, keepdim=True)).backward()
 
     def state(self) -> dict[str, Any]:

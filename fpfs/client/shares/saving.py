@@ -248,7 +248,7 @@ class SharesSave:
         """The directory, links followed."""
         self.progress = Progress()
         """Of this rank: of what tensors have."""
-        self._uncopied: Uncopied = []
+        self._uncopied: Uncopied | None = None
         self._in_place: frozenset[int] = frozenset()
         """Records of which the snapshot has no copy."""
         self._started: _Started | None = None
@@ -280,6 +280,9 @@ class SharesSave:
         name_file(error, self.path)
         with contextlib.ExitStack() as stack:
             stack.callback(self._peers.__exit__, kind, error, trace)
+            if self._uncopied is not None:
+                # The memory may be the next snapshot's.
+                stack.callback(self._uncopied.copies.wait)
             if error is not None:
                 self._peers.tell(error)
                 stays = self._stays
@@ -362,6 +365,7 @@ class SharesSave:
 
     def finish_snapshot(self) -> None:
         """Copy what `snapshot` has left."""
+        assert self._uncopied is not None
         copy_rest(self._uncopied)
 
     def start(self, *, threads: int | None = None) -> _Started:

@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import AsyncSaver, Plan, Topology, agreement, writing
+from fpfs.client import AsyncSaver, Plan, Topology, agreement, snapshot, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
+from fpfs.client.snapshot import TouchedMemory
 from fpfs.client.topology import Writers
 from fpfs.core import transfers
 from tests.support.ranks import Worlds
@@ -332,13 +333,11 @@ def test_a_failure_keeps_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_memory_for_a_snapshot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
     with AsyncSaver() as saver:
         with monkeypatch.context() as patched:
-            patched.setattr("fpfs.client.snapshot.mmap.mmap", refuse)
-            with pytest.raises(MemoryError, match=r"a snapshot needs 3\.81 MiB"):
+            # More than there are addresses.
+            patched.setattr(snapshot, "TouchedMemory", lambda _: TouchedMemory(2**50))
+            with pytest.raises(MemoryError, match=r"a snapshot needs 1\.00 PiB"):
                 saver.save({"large": torch.ones(10**6)}, path)
         saver.save({"large": torch.ones(10**6)}, path)
     assert os.listdir(path.parent) == [path.name]

@@ -388,8 +388,8 @@ def save_columns(path: str, staging_bytes: list[int | None]) -> str:
 def test_what_others_read_must_be_copied(forks: Worlds, path: Path) -> None:
     client.save(FORMER, path)
     said = (
-        "1.75 KiB must be copied (tensors of other devices, and parts of tensors that other ranks"
-        " read), and staging_bytes is 1775: give 1792 or more, or leave it out"
+        "1.75 KiB must be copied (parts of tensors that other ranks read), and staging_bytes is"
+        " 1775: give 1792 or more, or leave it out"
     )
     found = forks.start(2, save_columns, str(path), [None, 1775]).values()
     assert found == [f"rank 1: ValueError: {said}", said]

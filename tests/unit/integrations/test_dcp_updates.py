@@ -195,7 +195,7 @@ def test_without_room_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     stager = Stager(optimizers=training.optimizer)
     with monkeypatch.context() as patched:
-        patched.setattr(integration, "touched_memory", no_memory)
+        patched.setattr(integration, "TouchedMemory", no_memory)
         with pytest.raises(MemoryError, match="a snapshot needs"):
             stager.stage(training.state())
     training.optimizer.step()
