@@ -12,6 +12,7 @@ import collections
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import itertools
 import os
 import signal
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(0o022)  # A group may not write to device directories.
+    # Torch's threads would wait for each other by looking, and the tests share few processors.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.stash[_terminal_fd] = os.dup(2)
     mounted.warm = WarmCommands()
     # Examples are the same in every short run, as all random numbers are.
@@ -52,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("short", derandomize=True, deadline=None)
     hypothesis.settings.register_profile("long", deadline=None)
     hypothesis.settings.load_profile("long" if IS_LONG else "short")
+
+
+def pytest_collection_finish() -> None:
+    """Have no later collection of garbage look at what all tests need, and no fork copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

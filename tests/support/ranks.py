@@ -26,8 +26,13 @@ from tests.support.processes import DEADLINE_S, REPOSITORY, python_child
 # Does a line of stdin after the other: forks the ranks, says their process ids, then what each has
 # returned or raised, then "done".
 _PARENT = """
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 import torch
+# What they import when it is first used.
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from tests.support.ranks import be_rank, serve_store
 
 torch.set_num_threads(1)
@@ -35,6 +40,9 @@ for line in sys.stdin:
     world = json.loads(line)
     module = importlib.import_module(world["module"])
     getattr(module, "before_forks", lambda: None)()
+    # A rank that collected garbage would copy all that it has from here.
+    gc.collect()
+    gc.freeze()
     (port_in, port_out), (life_in, life_out) = os.pipe(), os.pipe()
     server = os.fork()
     if server == 0:
