@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from tests.crash.gone import EXIT_GONE, is_gone
+from tests.support.contents import random_bytes
 
 NAMES = 3
 BASES = 3
@@ -41,16 +42,12 @@ class Save(NamedTuple):
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     """The checkpoint with this number: some MB of random values."""
     chance = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
+    content = random_bytes(4 * 4 * VALUES_MAX, seed=seed)
+    values = torch.frombuffer(bytearray(content), dtype=torch.int32)
+    counts = [chance.randint(1, VALUES_MAX) for _ in range(chance.randint(1, 4))]
     return {
-        f"layer{number}": torch.randint(
-            -(2**31),
-            2**31,
-            (chance.randint(1, VALUES_MAX),),
-            dtype=torch.int64,
-            generator=generator,
-        ).to(torch.int32)
-        for number in range(chance.randint(1, 4))
+        f"layer{number}": layer.clone()
+        for number, layer in enumerate(values[: sum(counts)].split(counts))
     }
 
 

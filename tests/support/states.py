@@ -26,6 +26,7 @@ from torch.nn.functional import mse_loss
 from fpfs.client import planning, snapshot
 from fpfs.client.shares.saving import save_shares
 from fpfs.client.updates import Reading
+from tests.support.contents import random_bytes
 
 DTYPES = tuple(
     dtype
@@ -58,12 +59,14 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int) -> t
     count = dtype.itemsize
     for length in shape:
         count *= length
-    generator = torch.Generator().manual_seed(seed)
-    top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (count,), dtype=torch.uint8, generator=generator)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(bytearray(random_bytes(count, seed=seed)), dtype=torch.uint8).clone()
+    if dtype == torch.bool:
+        raw &= 1
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental", UserWarning)
-        return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+        return raw.view(dtype).reshape(shape)
 
 
 def odd_state() -> dict[str, Any]:

@@ -94,9 +94,9 @@ def test_a_file_much_larger_than_staging(small: Mount) -> None:
 
 
 PARALLEL_WRITER = """
-import os, random, sys
-path, seed = sys.argv[1], int(sys.argv[2])
-data = random.Random(seed).randbytes(1_000_003)
+import os, sys
+path = sys.argv[1]
+data = open(sys.argv[2], "rb").read()
 fd = os.open(path, os.O_WRONLY | os.O_CREAT)
 for number in range(24):
     os.pwrite(fd, data, number * 1_000_003)
@@ -105,17 +105,19 @@ print("done", flush=True)
 """
 
 
-def test_more_writers_than_slots(small: Mount) -> None:
+def test_more_writers_than_slots(small: Mount, tmp_path: Path) -> None:
     count = 24
+    pieces = [random_bytes(1_000_003, seed=seed) for seed in range(count)]
     with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(python_child(PARALLEL_WRITER, small.root / f"w{n}", n))
-            for n in range(count)
-        ]
+        children = []
+        for number, piece in enumerate(pieces):
+            (tmp_path / f"w{number}").write_bytes(piece)
+            arguments = (small.root / f"w{number}", tmp_path / f"w{number}")
+            children.append(stack.enter_context(python_child(PARALLEL_WRITER, *arguments)))
         for child in children:
             expect_line(child, "done")
-    for number in range(count):
-        expected = random_bytes(1_000_003, seed=number) * 24
+    for number, piece in enumerate(pieces):
+        expected = piece * 24
         assert_same((small.root / f"w{number}").read_bytes(), expected)
         (small.root / f"w{number}").unlink()
 
@@ -241,16 +243,20 @@ def test_many_writers_killed_while_they_wait_for_staging_die(
 
 
 @needs_lab
-def test_a_waiting_writer_goes_on_when_the_devices_do(frozen_lab: tuple[Mount, Freezer]) -> None:
+def test_a_waiting_writer_goes_on_when_the_devices_do(
+    frozen_lab: tuple[Mount, Freezer], tmp_path: Path
+) -> None:
     mount, freezer = frozen_lab
+    piece = random_bytes(1_000_003, seed=3)
+    (tmp_path / "piece").write_bytes(piece)
     freezer.freeze()
     path = mount.root / "file"
-    with python_child(PARALLEL_WRITER, path, 3) as child:
+    with python_child(PARALLEL_WRITER, path, tmp_path / "piece") as child:
         wait_until_waiting(child)
         assert mount.status().staging.bytes_used <= STAGING_BYTES
         freezer.thaw()
         expect_line(child, "done")
-    assert_same(path.read_bytes(), random_bytes(1_000_003, seed=3) * 24)
+    assert_same(path.read_bytes(), piece * 24)
 
 
 PWRITER = """
