@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
+import contextlib
 import random
 import shutil
-import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fpfs.dcp import Reader, Stager, Writer
 from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
-from tests.clients.programs.distributed_saves import state as saved_state
 from tests.support.failures.crash import crash_and_mount
-from tests.support.processes import run, run_program
+from tests.support.processes import run
+from tests.support.ranks import World, Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.target import Target
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.clients,
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-PROGRAM = Path(__file__).parent / "programs" / "distributed_checkpoint.py"
 
 
 def state(*, seed: int) -> dict[str, object]:
@@ -72,20 +73,39 @@ def test_async_save_without_a_group(directory: Path) -> None:
     assert_loads(directory / "async", saved)
 
 
-def test_two_processes(directory: Path, plain: Path) -> None:
-    def rank(number: int) -> str:
-        arguments = (str(number), "2", plain / "rendezvous", directory)
-        return run_program(PROGRAM, *arguments)
+def build_model(seed: int) -> torch.nn.Module:
+    """As a rank: the same parameters on every one, sharded over them."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(517, 1024), torch.nn.Linear(1024, 203))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert [line.strip() for line in pool.map(rank, range(2))] == ["same", "same"]
+
+def save_and_load(name: str) -> int:
+    """As a rank: save, at once and beside training, and load; returns how many tensors it has."""
+    folder = Path(name)
+    saved = build_model(seed=1)
+    dcp.save({"model": saved.state_dict(), "step": 7}, checkpoint_id=folder / "sync")
+    state = {"model": saved.state_dict(), "step": 8}
+    dcp.async_save(state, checkpoint_id=folder / "async").result()
+    for name, step in (("sync", 7), ("async", 8)):
+        loaded = build_model(seed=2)
+        state = {"model": loaded.state_dict(), "step": 0}
+        dcp.load(state, checkpoint_id=folder / name)
+        loaded.load_state_dict(state["model"])
+        assert state["step"] == step
+        for found, tensor in zip(loaded.parameters(), saved.parameters(), strict=True):
+            assert torch.equal(found.to_local(), tensor.to_local())
+    return len(list(saved.parameters()))
+
+
+def test_two_processes(directory: Path, forks: Worlds) -> None:
+    assert forks.start(2, save_and_load, directory).values() == [4, 4]
     for name in ("sync", "async"):
         names = sorted(path.name for path in (directory / name).iterdir())
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
-SAVES = Path(__file__).parent / "programs" / "distributed_saves.py"
-SAVES_MAX = 10_000
 ROUNDS = 3 if IS_LONG else 1
 # Saving again removes the marker of before, which power loss may undo before the group goes back.
 LOGGED = (
@@ -104,29 +124,69 @@ def own() -> Iterator[Mount]:
         yield mount
 
 
+SHAPE = (700, 1009)
+TENSORS = 4
+
+
+def saved_state(step: int) -> dict[str, object]:
+    """What is saved in a step: it tells the step."""
+    tensors = {f"layer{i}": torch.full(SHAPE, float(step * TENSORS + i)) for i in range(TENSORS)}
+    return {"model": tensors, "step": step}
+
+
+def save_over_and_over(folder: str, name: str, writer: str, record: str) -> None:
+    """As a rank: save one step after the other, and say on a line of `record` when each is saved.
+
+    To `name` of the folder, with the step's number in the place of {}.
+    """
+    warnings.simplefilter("ignore")
+    with open(record, "a", buffering=1) as lines:
+        step = 0
+        while True:
+            step += 1
+            path = Path(folder, name.format(step))
+            if writer == "fpfs":
+                storage = Writer(path)
+            else:
+                storage = dcp.FileSystemWriter(path, thread_count=3, overwrite=True)
+            dcp.save(saved_state(step), storage_writer=storage, no_dist=True)
+            lines.write(f"{step}\n")
+
+
+class Saver:
+    """A process that saves over and over."""
+
+    def __init__(self, forks: Worlds, folder: Path, name: str, writer: str, record: Path) -> None:
+        """Start; returns when it has saved twice."""
+        record.write_text("")
+        self._record = record
+        self._world: World = forks.start(1, save_over_and_over, folder, name, writer, record)
+        wait_until(lambda: self.last >= 2)
+
+    @property
+    def last(self) -> int:
+        """The last step that it said it saved."""
+        return self._record.read_text().count("\n")
+
+    def kill(self) -> None:
+        """At once, if it has not failed, its mount being gone; returns when it is no more."""
+        with contextlib.suppress(ProcessLookupError):
+            self._world.kill(0)
+        self._world.outcomes()
+
+
 def save_until_everything_dies(
-    mount: Mount, *words: str, saves: int, after_s: float, is_power_lost: bool
+    mount: Mount, saver: Saver, *, after_s: float, is_power_lost: bool
 ) -> int:
-    """Let the mount die under a program that saves; returns the last step that it said it saved."""
-    command = [sys.executable, SAVES, mount.root / "run", str(SAVES_MAX), *words]
-    with subprocess.Popen(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    ) as program:
-        assert program.stdout is not None
-        steps = [int(program.stdout.readline()) for _ in range(saves)]
-        time.sleep(after_s)  # any moment of a save will do
-        mount.kill(mount.keeper_pid, mount.server_pid)
-        mount.tear_down()
-        program.kill()  # its threads may wait for each other by now
-        rest, _ = program.communicate()
+    """Let the mount die under who saves; returns the last step that it said it saved."""
+    time.sleep(after_s)  # any moment of a save will do
+    mount.kill(mount.keeper_pid, mount.server_pid)
+    mount.tear_down()
+    saver.kill()  # its threads may wait for each other by now
     if is_power_lost:
         mount.remove_arena()
     mount.mount()
-    return [*steps, *(int(line) for line in rest.split())][-1]
+    return saver.last
 
 
 def loaded_step(folder: Path) -> int:
@@ -140,12 +200,15 @@ def loaded_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("is_power_lost", [False, True])
-def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost: bool) -> None:
+def test_a_checkpoint_in_a_group_is_whole_or_not_there(
+    own: Mount, forks: Worlds, tmp_path: Path, is_power_lost: bool
+) -> None:
     chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
         run = own.root / "run"
+        saver = Saver(forks, run, "step{}", "torch", tmp_path / "record")
         last = save_until_everything_dies(
-            own, saves=2, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
+            own, saver, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
         )
         found = {path.name for path in run.iterdir()}
         # The last save may have been complete, and its end not told.
@@ -162,24 +225,20 @@ def test_a_checkpoint_in_a_group_is_whole_or_not_there(own: Mount, is_power_lost
 @pytest.mark.parametrize("is_power_lost", [False, True])
 @pytest.mark.parametrize("writer", ["torch", "fpfs"])
 def test_a_checkpoint_that_is_saved_again_is_one_of_both(
-    own: Mount, writer: str, is_power_lost: bool
+    own: Mount, forks: Worlds, tmp_path: Path, writer: str, is_power_lost: bool
 ) -> None:
     chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
+        saver = Saver(forks, own.root / "run", "latest", writer, tmp_path / "record")
         last = save_until_everything_dies(
-            own,
-            "latest",
-            writer,
-            saves=2,
-            after_s=chance.uniform(0, 0.2),
-            is_power_lost=is_power_lost,
+            own, saver, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
         )
         assert loaded_step(own.root / "run/latest") in (last, last + 1)
 
 
 @pytest.mark.parametrize("is_on_fpfs", [True, False])
 def test_whoever_is_killed_while_fpfs_saves_again(
-    own: Mount, plain: Path, is_on_fpfs: bool
+    own: Mount, plain: Path, forks: Worlds, tmp_path: Path, is_on_fpfs: bool
 ) -> None:
     """In an ordinary directory, of any filesystem."""
     own.allow_log("is quarantined|removed")
@@ -187,19 +246,10 @@ def test_whoever_is_killed_while_fpfs_saves_again(
     folder = own.root if is_on_fpfs else plain
     last = 0
     for _ in range(30 if IS_LONG else 2):
-        words = [sys.executable, SAVES, folder, SAVES_MAX, "latest", "fpfs"]
-        with subprocess.Popen(
-            [str(word) for word in words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        ) as program:
-            assert program.stdout is not None
-            said = [int(program.stdout.readline()) for _ in range(2)]
-            time.sleep(chance.uniform(0, 0.1))  # any moment of a save will do
-            program.kill()
-            said += [int(line) for line in program.stdout]
-        last = said[-1]
+        saver = Saver(forks, folder, "latest", "fpfs", tmp_path / "record")
+        time.sleep(chance.uniform(0, 0.1))  # any moment of a save will do
+        saver.kill()
+        last = saver.last
         assert loaded_step(folder / "latest") in (last, last + 1)
     dcp.save(saved_state(last), storage_writer=Writer(folder / "latest"), no_dist=True)
     assert loaded_step(folder / "latest") == last
@@ -222,13 +272,8 @@ def test_by_fpfs(target: Target, directory: Path) -> None:
             assert torch.equal(tensor, expected)
 
 
-def test_two_processes_save_into_a_group(own: Mount, tmp_path: Path) -> None:
-    def rank(number: int) -> str:
-        arguments = (str(number), "2", tmp_path / "rendezvous", own.root / "run")
-        return run_program(PROGRAM, *arguments)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert [line.strip() for line in pool.map(rank, range(2))] == ["same", "same"]
+def test_two_processes_save_into_a_group(own: Mount, forks: Worlds) -> None:
+    assert forks.start(2, save_and_load, own.root / "run").values() == [4, 4]
     assert own.status().uncommitted == ()
     before = {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()}
     crash_and_mount(own)
