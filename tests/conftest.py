@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(0o022)  # A group may not write to device directories.
     # Torch's threads would wait for each other by looking, and the tests share few processors.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
     config.stash[_terminal_fd] = os.dup(2)
     mounted.warm = WarmCommands()
     # Examples are the same in every short run, as all random numbers are.

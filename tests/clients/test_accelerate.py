@@ -17,7 +17,7 @@ from tests.support.target import Target
 pytestmark = pytest.mark.clients
 
 EXAMPLE = REPOSITORY / "examples" / "accelerate_state.py"
-ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY)}
 
 
 def train(folder: Path, *, ranks: int = 1) -> str:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.clients
 
 EXAMPLE = REPOSITORY / "examples" / "deepspeed_engine.py"
 PROGRAM = REPOSITORY / "tests" / "clients" / "programs" / "deepspeed_example.py"
-ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DS_LOG_LEVEL": "error"}
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "DS_LOG_LEVEL": "error"}
 
 
 def command(folder: Path, *, ranks: int = 1, steps: int = 3, lasts: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ def test_the_example(directory: Path) -> None:
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         REPOSITORY / "examples" / "parallel_save.py",
         directory,
-        environment={"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        environment={"PYTHONPATH": str(REPOSITORY)},
     )
     lines = printed.splitlines()
     assert len(lines) == 3

@@ -84,7 +84,7 @@ def test_the_example(target: Target, directory: Path, ranks: int) -> None:
     example = REPOSITORY / "examples" / "safetensors_shards.py"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     words = torchrun if ranks > 1 else ()
-    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(REPOSITORY)}
     printed = run(sys.executable, *words, example, directory, environment=environment)
     assert printed == f"2 shards, written by {ranks} rank(s), loaded bit for bit\n"
     target.remount()

@@ -55,7 +55,7 @@ def test_save_rotate_and_resume(target: Target, directory: Path, plain: Path, sa
 
 
 EXAMPLE = REPOSITORY / "examples" / "transformers_trainer.py"
-ENVIRONMENT = {**OFFLINE, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**OFFLINE, "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])

@@ -140,6 +140,7 @@ class World:
 
     def __init__(self, parent: subprocess.Popen[str], pids: list[int]) -> None:
         self._parent = parent
+        self._has_ended = False
         self.pids = pids
         """Of each rank's process."""
 
@@ -147,15 +148,21 @@ class World:
         """End a rank by SIGKILL."""
         os.kill(self.pids[rank], signal.SIGKILL)
 
+    def kill_all(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the ranks that have not ended."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        """End what still runs, as of a test that failed: others use the same parent."""
+        if not self._has_ended:
+            self.kill_all()
+            self.outcomes()
+
     def outcomes(self) -> list[Outcome]:
         """Wait for all ranks; what became of each. Ranks that take too long say where they are."""
-
-        def give_up() -> None:
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGABRT)
-
-        timer = threading.Timer(DEADLINE_S, give_up)
+        timer = threading.Timer(DEADLINE_S, self.kill_all, [signal.SIGABRT])
         timer.start()
         found = {}
         assert self._parent.stdout is not None
@@ -164,6 +171,7 @@ class World:
             rank = said.pop("rank")
             found[rank] = Outcome(**said)
         timer.cancel()
+        self._has_ended = True
         return [found[rank] for rank in range(len(self.pids))]
 
     def values(self) -> list[Any]:
@@ -179,6 +187,12 @@ class Worlds:
 
     def __init__(self, parent: subprocess.Popen[str]) -> None:
         self._parent = parent
+        self._last: World | None = None
+
+    def end(self) -> None:
+        """End the world that still runs, if one does."""
+        if self._last is not None:
+            self._last.end()
 
     def start(
         self,
@@ -191,6 +205,7 @@ class Worlds:
 
         network: on whose nodes the ranks are, as many on each; the store is on the first.
         """
+        self.end()
         given = [str(value) if isinstance(value, Path) else value for value in arguments]
         world = {
             "size": size,
@@ -203,7 +218,8 @@ class Worlds:
         assert self._parent.stdout is not None
         self._parent.stdin.write(json.dumps(world) + "\n")
         self._parent.stdin.flush()
-        return World(self._parent, json.loads(self._parent.stdout.readline()))
+        self._last = World(self._parent, json.loads(self._parent.stdout.readline()))
+        return self._last
 
 
 @pytest.fixture(scope="session")
@@ -211,7 +227,9 @@ def forks() -> Iterator[Worlds]:
     """Where ranks come from."""
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{_PARENT}"
     with python_child(code) as parent:
-        yield Worlds(parent)
+        worlds = Worlds(parent)
+        yield worlds
+        worlds.end()
 
 
 __all__ = ["Outcome", "World", "Worlds", "be_rank", "forks"]
