@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fpfs.testing.mounted import Mount, mounted
-from tests.support.fixtures import directory, mount, plain, target
+from tests.support.fixtures import directory, mount, plain, run_example, target
 from tests.support.processes import KILLED
 
 
@@ -19,4 +19,4 @@ def killed() -> Iterator[Mount]:
         yield own
 
 
-__all__ = ["directory", "killed", "mount", "plain", "target"]
+__all__ = ["directory", "killed", "mount", "plain", "run_example", "target"]

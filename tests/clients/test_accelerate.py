@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fpfs.testing.mounted import REPOSITORY
+from tests.support.fixtures import Example
 from tests.support.processes import run
 from tests.support.states import same
 from tests.support.target import Target
@@ -26,8 +27,9 @@ def train(folder: Path, *, ranks: int = 1) -> str:
     return run(sys.executable, *words, EXAMPLE, folder, environment=ENVIRONMENT)
 
 
-def test_the_example(target: Target, directory: Path) -> None:
-    assert train(directory).startswith("steps 0 to 2 by 1, loss ")
+def test_the_example(target: Target, directory: Path, run_example: Example) -> None:
+    printed = run_example("accelerate_state.py", directory)
+    assert printed.startswith("steps 0 to 2 by 1, loss ")
     target.remount()
     folder = directory / "step2"
     names = {path.name for path in folder.iterdir()}

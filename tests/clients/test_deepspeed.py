@@ -23,23 +23,29 @@ pytestmark = pytest.mark.clients
 EXAMPLE = REPOSITORY / "examples" / "deepspeed_engine.py"
 PROGRAM = REPOSITORY / "tests" / "clients" / "programs" / "deepspeed_example.py"
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "DS_LOG_LEVEL": "error"}
+# What torchrun tells the one process that it starts; its store takes any port that is free.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def command(folder: Path, *, ranks: int = 1, steps: int = 3, lasts: bool = False) -> list[str]:
+def command(folder: Path, *, ranks: int, steps: int = 3) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words = ["lasts"] if lasts else []
-    program = [*words, str(EXAMPLE), str(folder), "--steps", str(steps)]
-    return [sys.executable, *torchrun, str(PROGRAM), *program]
+    program = [str(PROGRAM), str(EXAMPLE), str(folder), "--steps", str(steps)]
+    return [sys.executable, *torchrun, *program]
 
 
-def train(folder: Path, *, ranks: int = 1, steps: int = 3, lasts: bool = False) -> list[str]:
-    printed = run(*command(folder, ranks=ranks, steps=steps, lasts=lasts), environment=ENVIRONMENT)
+def train(folder: Path, *, ranks: int, steps: int = 3) -> list[str]:
+    return steps_of(run(*command(folder, ranks=ranks, steps=steps), environment=ENVIRONMENT))
+
+
+def steps_of(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("step ")]
 
 
 def test_the_example(target: Target, directory: Path) -> None:
     """The end of the process concludes the last save, also of who does not destroy the engine."""
-    steps = train(directory, lasts=True)
+    program = (sys.executable, PROGRAM, "lasts", EXAMPLE, directory)
+    steps = steps_of(run(*program, environment=ENVIRONMENT | ALONE))
     assert [line.partition(",")[0] for line in steps] == ["step 1", "step 2", "step 3"]
     target.remount()
     assert (directory / "latest").read_text() == "global_step3"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fpfs.dcp import Reader, Stager, Writer
-from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
+from fpfs.testing.mounted import Mount, check_fpfs, mounted
 from tests.support.failures.crash import crash_and_mount
-from tests.support.processes import run
+from tests.support.fixtures import Example
 from tests.support.ranks import World, Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.target import Target
@@ -277,15 +276,9 @@ def test_two_processes_save_into_a_group(own: Mount, forks: Worlds) -> None:
     assert {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()} == before
 
 
-def test_the_example(directory: Path) -> None:
+def test_the_example(directory: Path, run_example: Example) -> None:
     """Each goes on from what the one before has saved, on another number of ranks."""
     for ranks, epochs in ((2, "0 to 2"), (1, "3 to 5")):
-        printed = run(
-            sys.executable,
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            REPOSITORY / "examples" / "distributed_checkpoint.py",
-            directory,
-            environment={"PYTHONPATH": str(REPOSITORY)},
-        )
-        assert printed.splitlines() == [f"epochs {epochs} by {ranks} ranks"]
+        printed = run_example("distributed_checkpoint.py", directory, ranks=ranks)
+        assert printed == f"epochs {epochs} by {ranks} ranks\n"
     assert len(list((directory / "latest").glob("*.distcp"))) == 1

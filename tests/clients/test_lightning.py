@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from fpfs.testing.mounted import REPOSITORY
-from tests.support.processes import run, run_program
+from tests.support.fixtures import Example
+from tests.support.processes import run_program
 from tests.support.target import Target
 
 pytestmark = pytest.mark.clients
@@ -36,13 +35,10 @@ def test_checkpoint_and_resume(target: Target, directory: Path, plain: Path, sav
     assert names == [*(f"epoch={n}-step={4 * n + 4}.ckpt" for n in best), "last.ckpt"]
 
 
-def test_the_example(directory: Path) -> None:
+def test_the_example(directory: Path, run_example: Example) -> None:
     """The second run goes on from what the first has saved."""
     for epochs in ("0 to 2", "3 to 5"):
-        example = REPOSITORY / "examples" / "lightning_trainer.py"
-        environment = {"PYTHONPATH": str(REPOSITORY)}
-        printed = run(sys.executable, example, directory, environment=environment)
-        assert printed == f"epochs {epochs}\n"
+        assert run_example("lightning_trainer.py", directory) == f"epochs {epochs}\n"
     names = sorted(path.name for path in directory.iterdir())
     assert names == ["epoch=5-step=48.ckpt", "last.ckpt"]
     assert torch.load(directory / "last.ckpt", weights_only=True)["epoch"] == 5

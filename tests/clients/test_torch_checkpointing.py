@@ -14,6 +14,7 @@ from torch_checkpointing.config import SyncCheckpointSaverConfig
 
 from fpfs.integrations.torch_checkpointing import FpfsStorageConfig
 from fpfs.testing.mounted import REPOSITORY, Mount, mounted
+from tests.support.fixtures import Example
 from tests.support.processes import run
 from tests.support.states import large_state, same
 from tests.support.target import Target
@@ -28,8 +29,9 @@ def train(folder: Path, *words: str) -> str:
     return run(*program, folder, environment={"PYTHONPATH": str(REPOSITORY)})
 
 
-def test_the_example(target: Target, directory: Path) -> None:
-    assert re.fullmatch(r"steps 0 to 2, loss \d+\.\d{4}\n", train(directory))
+def test_the_example(target: Target, directory: Path, run_example: Example) -> None:
+    printed = run_example("torch_checkpointing_manager.py", directory)
+    assert re.fullmatch(r"steps 0 to 2, loss \d+\.\d{4}\n", printed)
     target.remount()
     assert sorted(path.name for path in directory.iterdir()) == ["step0", "step1", "step2"]
     state = torch.load(directory / "step2" / "optimizer_0.pt")

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from fpfs.testing.mounted import REPOSITORY, Mount
-from tests.support.processes import run, run_program
+from tests.support.fixtures import Example
+from tests.support.processes import run_program
 from tests.support.seeds import chosen_seed
 from tests.support.target import Target
 
@@ -54,25 +55,22 @@ def test_save_rotate_and_resume(target: Target, directory: Path, plain: Path, sa
         assert torch.equal(resumed[name], tensor), name
 
 
-EXAMPLE = REPOSITORY / "examples" / "transformers_trainer.py"
 ENVIRONMENT = {**OFFLINE, "PYTHONPATH": str(REPOSITORY)}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_example(target: Target, directory: Path, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_the_example(target: Target, directory: Path, run_example: Example, ranks: int) -> None:
     """The second run goes on from what the first has saved."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    program = (sys.executable, *(torchrun if ranks > 1 else ()), EXAMPLE, directory)
-    for steps in ("1 to 4", "5 to 8") if ranks > 1 else ("1 to 4",):
-        printed = run(*program, environment=ENVIRONMENT)
-        assert printed.splitlines()[-1] == f"steps {steps} by {ranks}"
+    for steps in ("1 to 4", "5 to 8") if ranks else ("1 to 4",):
+        printed = run_example("transformers_trainer.py", directory, ranks=ranks)
+        assert printed.splitlines()[-1] == f"steps {steps} by {max(ranks, 1)}"
         target.remount()
-    kept = {1: ["checkpoint-2", "checkpoint-4"], 2: ["checkpoint-6", "checkpoint-8"]}[ranks]
+    kept = {0: ["checkpoint-2", "checkpoint-4"], 2: ["checkpoint-6", "checkpoint-8"]}[ranks]
     assert checkpoints(directory) == kept == sorted(path.name for path in directory.iterdir())
     for name in kept:
         assert len(load_file(directory / name / "model.safetensors")) == 28
         states = list((directory / name).glob("rng_state*.pth"))
-        assert len(states) == ranks
+        assert len(states) == max(ranks, 1)
 
 
 @pytest.mark.long

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fpfs.testing.mounted import Mount
 from tests.support.failures.hostile import never_hanging
+from tests.support.processes import REPOSITORY, run
+from tests.support.ranks import Worlds, be_program
 from tests.support.target import Target, open_target, plain_target
 
 
@@ -63,3 +66,29 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     device.mkdir()
     mountpoint.mkdir()
     return device, mountpoint
+
+
+Example = Callable[..., str]
+"""Runs an example of the given name on a folder, by as many `ranks` under torchrun, or by itself if
+they are 0; returns what the first rank has printed."""
+
+
+@pytest.fixture(params=["forked", pytest.param("launched", marks=pytest.mark.long)])
+def run_example(request: pytest.FixtureRequest, forks: Worlds) -> Example:
+    """Programs forked from one that has imported torch, or started, which takes longer."""
+
+    def fork(name: str, folder: Path, *, ranks: int = 0) -> str:
+        path = REPOSITORY / "examples" / name
+        values = forks.start(max(ranks, 1), be_program, path, ranks > 0, folder).values()
+        assert not any(values[1:])
+        return str(values[0])
+
+    def launch(name: str, folder: Path, *, ranks: int = 0) -> str:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        words = torchrun if ranks else ()
+        path = REPOSITORY / "examples" / name
+        return run(
+            sys.executable, *words, path, folder, environment={"PYTHONPATH": str(REPOSITORY)}
+        )
+
+    return fork if request.param == "forked" else launch

@@ -8,10 +8,12 @@ the world's store, as torchrun's agent does, so a world outlives each of its ran
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -118,6 +120,7 @@ def be_rank(
             be_on_a_machine(f"node {node}")
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # it would choose the loopback
         store = dist.TCPStore(host, port, None, False)
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         os.environ.pop("GLOO_SOCKET_IFNAME", None)  # which is for torch alone
         said["value"] = getattr(importlib.import_module(module), function)(*arguments)
@@ -125,6 +128,24 @@ def be_rank(
         said["error"] = f"{type(error).__name__}: {error}"
     os.write(1, (json.dumps(said) + "\n").encode())
     os._exit(0)
+
+
+def be_program(path: str, is_launched: bool, *words: str) -> str:
+    """Run a Python program in this rank, as torchrun does if it `is_launched`; what it prints."""
+    import runpy
+
+    import torch.distributed as dist
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()  # the program makes its own, or needs none
+    if is_launched:
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ |= {"LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RESTART_COUNT": "0"}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    sys.argv = [path, *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def be_on_a_machine(name: str) -> None:
@@ -232,4 +253,4 @@ def forks() -> Iterator[Worlds]:
         worlds.end()
 
 
-__all__ = ["Outcome", "World", "Worlds", "be_rank", "forks"]
+__all__ = ["Outcome", "World", "Worlds", "be_program", "be_rank", "forks"]
