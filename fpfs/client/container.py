@@ -8,11 +8,13 @@ the archive's directory (`crc_places`), and is entered while the file is written
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import os
 import pickle
 import struct
+import types
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +37,15 @@ _LOCATOR = struct.Struct("<4sLQL")
 _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CRC_IN_ENTRY = 16
+
+_PLAIN = frozenset(
+    (
+        *(bool, int, float, str, bytes, type(None), torch.dtype),
+        *(tuple, list, dict, collections.OrderedDict, torch.Size),
+        *(types.FunctionType, types.BuiltinFunctionType, type, type(torch.FloatStorage)),
+    )
+)
+"""Types whose objects are no tensors or storages: there are twenty for each tensor."""
 
 
 class Unsupported(ValueError):
@@ -234,13 +245,16 @@ class _Pickling:
 
                 def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
                     nonlocal before, name
-                    saved = torchs(self, obj)
+                    previous, before = before, obj
+                    if type(obj) in _PLAIN:
+                        return None
                     if isinstance(obj, torch.Tensor):
                         # A dictionary's key is pickled before its value.
-                        name = before if isinstance(before, str) else ""
+                        name = previous if isinstance(previous, str) else ""
                         shape = "" if obj.is_nested else tuple(obj.shape)
                         tensors.append(f"{name} {obj.dtype} {shape}")
-                    before = obj
+                        return None
+                    saved = torchs(self, obj)
                     if isinstance(saved, tuple) and saved[0] == "storage":
                         typed = isinstance(obj, torch.storage.TypedStorage)
                         # Its function untyped() warns, of what torch itself does.
@@ -263,19 +277,23 @@ class _Pickling:
 
         self.Pickler = Pickler
 
-    def records(self) -> list[Record]:
-        """The storages that have bytes, as records of which only the offsets are missing."""
+    def records(self, skipped: list[tuple[int, int]]) -> list[Record]:
+        """The storages that have bytes, of each of which offset and bytes are given.
+
+        Raises `Unsupported` if they have others.
+        """
+        storages = [storage for storage in self.storages.values() if storage.nbytes() > 0]
+        if [storage.nbytes() for storage in storages] != [count for _, count in skipped]:
+            raise Unsupported("torch.save left out other bytes than those of the storages")
         records = []
-        for storage in self.storages.values():
+        for storage, (offset, count) in zip(storages, skipped, strict=True):
             sharded = self._wholes.sharded.get(storage._cdata)  # noqa: SLF001
-            if storage.nbytes() == 0:
-                continue
             if sharded is None:
-                records.append(Record(0, storage.nbytes(), storage))
+                records.append(Record(offset, count, storage))
             else:
                 local = sharded.local
                 start = local.storage_offset() * sharded.sharding.itemsize
-                records.append(Record(0, storage.nbytes(), local.untyped_storage(), start, sharded))
+                records.append(Record(offset, count, local.untyped_storage(), start, sharded))
         return records
 
     def __getattr__(self, name: str) -> Any:
@@ -322,12 +340,10 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
         )
         torch.save(state, sink, pickle_module=pickling)
     sink.end_text()
-    records = pickling.records()
-    if [record.bytes for record in records] != [count for _, count in sink.skipped]:
-        raise Unsupported("torch.save left out other bytes than those of the storages")
+    records = pickling.records(sink.skipped)
     parts: list[Text | Record] = []
-    for text, (offset, _), record in zip(sink.texts, sink.skipped, records, strict=False):
-        parts += [text, record._replace(offset=offset)]
+    for text, record in zip(sink.texts, records, strict=False):
+        parts += (text, record)
     parts.append(sink.texts[-1])
     behind = _places_behind(sink)
     places = {number + 1: [(number, offset)] for number, offset in enumerate(behind)}

@@ -22,13 +22,16 @@ import numpy.typing as npt
 import torch
 
 from fpfs.client.accelerators import Copies, Moment, free_bytes, has_streams, now, pin
-from fpfs.client.container import Container
+from fpfs.client.container import Container, Record
 from fpfs.client.plan import Share
 from fpfs.client.updates import NOTHING_HELD, Held
 from fpfs.core.units import format_size
 
 ALIGNMENT = 64
 """Of each copy: a cache line, and a multiple of every type's size."""
+
+_SMALL_BYTES = 64 * 1024
+"""Of what is copied without a tensor of it, which takes longer to make than to copy."""
 
 
 class Uncopied:
@@ -122,7 +125,10 @@ class _Range(NamedTuple):
     number: int
     start: int
     """Of those that are here."""
-    source: torch.Tensor
+    storage: torch.UntypedStorage
+    first: int
+    """In the storage."""
+    size: int
     is_held: bool
     is_needed: bool
     """Others read it."""
@@ -130,7 +136,17 @@ class _Range(NamedTuple):
     @property
     def room(self) -> int:
         """What a copy takes."""
-        return -(-len(self.source) // ALIGNMENT) * ALIGNMENT
+        return -(-self.size // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the processor has them in its memory."""
+        return bool(self.storage.device.type == "cpu")
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The bytes, where they lie."""
+        return bytes_of(self.storage, self.first, self.first + self.size)
 
 
 class Memory:
@@ -171,9 +187,9 @@ class Memory:
         in_place = self._without_room(ranges)
         copied = [each for each in ranges if (each.part, each.number) not in in_place]
         self.reserve(sum(each.room for each in copied))
-        devices = {each.source.device for each in ranges}
+        devices = {each.storage.device for each in ranges}
         roomy = _with_room(copied)
-        copied = [_on_its_device(each) if each.source.device in roomy else each for each in copied]
+        copied = [_on_its_device(each) if each.storage.device in roomy else each for each in copied]
         moment = now(devices)
         if self._mapping is not None:
             self._mapping.pin_for(devices)
@@ -186,7 +202,7 @@ class Memory:
             for index, part in enumerate(parts)
         ]
         at = 0
-        with contextlib.ExitStack() as on_failure:
+        with contextlib.ExitStack() as on_failure, torch.inference_mode(mode=False):
             for to in found:
                 on_failure.callback(to.uncopied.copies.wait)
             for each in copied:
@@ -196,7 +212,7 @@ class Memory:
                 to.uncopied.copies.hold_back(devices - roomy)
             on_failure.pop_all()
         left = [each for each in ranges if (each.part, each.number) in in_place]
-        total_bytes = sum(len(each.source) for each in left)
+        total_bytes = sum(each.size for each in left)
         return found, InPlace(total_bytes, all(each.is_held for each in left))
 
     def _without_room(self, ranges: Sequence[_Range]) -> set[tuple[int, int]]:
@@ -221,19 +237,24 @@ class Memory:
     def _copy(self, found: _Range, at: int, part: Part, to: Copied) -> None:
         """Copy one to memory from `at` on."""
         record = part.container.record(found.number)
-        with torch.inference_mode(mode=False):
-            copy = self._bytes[at : at + len(found.source)]
+        sharded = record.sharded
+        is_whole = sharded is not None and found.number in part.whole
+        if found.size <= _SMALL_BYTES and found.is_here and not (found.is_held or is_whole):
+            from_address = found.storage.data_ptr() + found.first
+            ctypes.memmove(self._bytes.data_ptr() + at, from_address, found.size)
+        else:
+            copy = self._bytes[at : at + found.size]
             if found.is_held:
                 to.uncopied.add(copy, found.source)
-            elif found.source.device.type == "cpu":
+            elif found.is_here:
                 copy.copy_(found.source)
             else:
                 to.uncopied.copies.begin(copy, found.source)
-        storage = self._bytes.untyped_storage()
-        copied = record._replace(storage=storage, start=at - found.start)
-        if record.sharded is not None and found.number in part.whole:
-            copied = copied._replace(sharded=record.sharded._replace(local=copy))
-        to.container.parts[2 * found.number + 1] = copied
+            if sharded is not None and is_whole:
+                sharded = sharded._replace(local=copy)
+        to.container.parts[2 * found.number + 1] = Record(
+            record.offset, record.bytes, self._bytes.untyped_storage(), at - found.start, sharded
+        )
 
 
 def bytes_of(storage: torch.UntypedStorage, start: int, end: int) -> torch.Tensor:
@@ -269,14 +290,17 @@ def _with_room(ranges: Iterable[_Range]) -> set[torch.device]:
     """
     sizes: dict[torch.device, int] = {}
     for each in ranges:
-        if not each.is_held and has_streams(each.source.device):
-            sizes[each.source.device] = sizes.get(each.source.device, 0) + len(each.source)
+        device = each.storage.device
+        if not each.is_held and has_streams(device):
+            sizes[device] = sizes.get(device, 0) + each.size
     return {device for device, size in sizes.items() if 2 * size <= free_bytes(device)}
 
 
 def _on_its_device(found: _Range) -> _Range:
     """Have a copy read instead of what may change."""
-    return found if found.is_held else found._replace(source=found.source.clone())
+    if found.is_held:
+        return found
+    return found._replace(storage=found.source.clone().untyped_storage(), first=0)
 
 
 def _ranges(index: int, part: Part, later: Held) -> Iterator[_Range]:
@@ -284,15 +308,17 @@ def _ranges(index: int, part: Part, later: Held) -> Iterator[_Range]:
     whole = set(part.whole)
     for number, start, end in _extents(part.container, part.share, whole):
         record = part.container.record(number)
-        source = bytes_of(record.storage, record.start + start, record.start + end)
-        yield _Range(
+        found = _Range(
             index,
             number,
             start,
-            source,
-            is_held=later.covers(source),
+            record.storage,
+            record.start + start,
+            end - start,
+            is_held=False,
             is_needed=number in whole,
         )
+        yield found._replace(is_held=True) if later.ranges and later.covers(found.source) else found
 
 
 def _extents(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:
