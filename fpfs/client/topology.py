@@ -152,9 +152,9 @@ class _Site(msgspec.Struct):
 
         devices, chunk_bytes = 1, CHUNK_BYTES_DEFAULT
         if path is not None:
-            directory = os.path.dirname(resolve(path))
-            if mount_containing(directory).is_fpfs:
-                mount = status(directory)
+            entry = mount_containing(resolve(path))
+            if entry.is_fpfs:
+                mount = status(entry.mountpoint)
                 assert isinstance(mount, Status)
                 devices, chunk_bytes = len(mount.devices), mount.chunk_bytes
         return _Site(Process.own().kernel, own_sockets(), devices, chunk_bytes)
