@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
-from fpfs.client.paths import check_threads
+from fpfs.client.paths import check_threads, check_timeout
 from fpfs.client.peers import Alone, Peers, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
@@ -180,6 +180,7 @@ class AsyncSaver:
         if not isinstance(in_flight, int) or in_flight < 1:
             raise ValueError(f"in_flight is {in_flight!r}: give a number of saves, 1 or more")
         check_threads(threads)
+        check_timeout(timeout_s)
         self._group = group
         self._plan = plan
         self._threads = threads
@@ -472,7 +473,6 @@ def _write_and_tell(
             steps.path,
             seconds=time.monotonic() - saving.began_s,
             lay_out_s=lay_out_s,
-            durable=False,
         )
         saving.acknowledged.set_result(saved)
         steps.flush()

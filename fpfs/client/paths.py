@@ -13,6 +13,7 @@ from fpfs.core.mounts import mount_containing
 logger = logging.getLogger(__name__)
 
 THREADS_MAX = 8
+TIMEOUT_MAX_S = 365 * 86_400
 
 _said_elsewhere: set[str] = set()
 """Mountpoints."""
@@ -34,9 +35,10 @@ def resolve(path: Path) -> str:
     try:
         name = os.fsdecode(os.fspath(path))
     except TypeError:
+        is_open = hasattr(path, "read") or hasattr(path, "write")
         raise TypeError(
-            f"fpfs takes a path, not {type(path).__name__}: use torch.save and torch.load for"
-            " files that are open"
+            f"fpfs takes a path, not {type(path).__name__}: "
+            + ("use torch.save and torch.load for files that are open" if is_open else "give a str")
         ) from None
     if not name:
         raise FileNotFoundError("the path is an empty string: is a variable unset?")
@@ -62,6 +64,14 @@ def check_threads(threads: int | None) -> None:
     """Raise ValueError of what is no number of threads."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError of what is no time to wait."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= TIMEOUT_MAX_S:
+        raise ValueError(
+            f"timeout_s is {timeout_s!r}: give seconds, more than 0 and at most {TIMEOUT_MAX_S}"
+        )
 
 
 def ranks_here() -> int:

@@ -34,6 +34,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from fpfs.client.paths import check_timeout
 from fpfs.client.store import Store
 
 logger = logging.getLogger(__name__)
@@ -609,8 +610,9 @@ def peers_of(
 ) -> Peers:
     """Return the ranks of `group`, as `group_of` understands it, which raises what that does.
 
-    call: what all of them call.
+    call: what all of them call. Raises ValueError of what is no time to wait, too.
     """
+    check_timeout(timeout_s)
     found = group_of(group)
     if found is None:
         return ALONE

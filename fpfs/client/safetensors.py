@@ -139,10 +139,7 @@ def save_safetensors(
         laid_out = time.monotonic()
         finished = steps.write(durable=durable, then=remove)
     return finished.saved(
-        steps.path,
-        seconds=time.monotonic() - started,
-        lay_out_s=laid_out - started,
-        durable=durable,
+        steps.path, seconds=time.monotonic() - started, lay_out_s=laid_out - started
     )
 
 

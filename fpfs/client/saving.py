@@ -100,7 +100,8 @@ def save(
     plan: which ranks write what, the same on all ranks (`Plan.build`). If the state is another one
         by now, that is said in the log, and planned anew for the same ranks and writers. None:
         all ranks that have the same bytes divide them.
-    durable: return when the file and its name survive power loss, as after fsync(2).
+    durable: return when the file and its name survive power loss, as after fsync(2). That is so on
+        all ranks if it is given on one.
     timeout_s: seconds that a rank waits at most for another that it knows nothing of.
 
     Elsewhere than on a mount of fpfs it works as well, says so once in the log, and flushes the
@@ -117,10 +118,7 @@ def save(
         laid_out = time.monotonic()
         finished = steps.write(durable=durable)
     return finished.saved(
-        steps.path,
-        seconds=time.monotonic() - started,
-        lay_out_s=laid_out - started,
-        durable=durable,
+        steps.path, seconds=time.monotonic() - started, lay_out_s=laid_out - started
     )
 
 
@@ -130,8 +128,9 @@ class Finished(msgspec.Struct):
     total_bytes: int
     write_s: float
     written: tuple[Written, ...]
+    durable: bool
 
-    def saved(self, path: str, *, seconds: float, lay_out_s: float, durable: bool) -> Saved:
+    def saved(self, path: str, *, seconds: float, lay_out_s: float) -> Saved:
         """Return it with what this rank knows."""
         return Saved(
             path=path,
@@ -139,7 +138,7 @@ class Finished(msgspec.Struct):
             seconds=seconds,
             lay_out_s=lay_out_s,
             write_s=self.write_s,
-            durable=durable,
+            durable=self.durable,
             written=self.written,
         )
 
@@ -317,27 +316,36 @@ class Save:
         first = unwritten[0].started or self._start(unwritten[0], threads)
         for file in unwritten:
             is_last = file is unwritten[-1]
-            commits = functools.partial(self._commit, durable=durable, then=then)
+            commits = functools.partial(self._commit, then=then)
             last = commits if commit and is_last else None
-            finished.append(self._write(file, threads=threads, since_s=first.at_s, then=last))
+            finished.append(
+                self._write(file, durable, threads=threads, since_s=first.at_s, then=last)
+            )
         return Finished(
             total_bytes=sum(each.total_bytes for each in finished),
             write_s=finished[-1].write_s,
             written=_together(each for every in finished for each in every.written),
+            durable=finished[-1].durable,
         )
 
     def flush(self) -> None:
         """Return when the files and their names survive power loss."""
 
-        def flush() -> None:
+        def flush(ranks: list[None]) -> list[None]:
             for replacement in self._replacements:
                 replacement.flush()
+            return ranks
 
-        self._do_once("flush", flush)
+        self._peers.exchange("flush", None, flush, of=type(None))
 
     def commit(self, *, durable: bool) -> None:
         """Give the files, which have been written, their names."""
-        self._do_once("commit", lambda: self._commit(durable=durable, then=None))
+
+        def commit(wanted: list[bool]) -> list[None]:
+            self._commit(any(wanted), then=None)
+            return [None] * len(wanted)
+
+        self._peers.exchange("commit", durable, commit, of=type(None))
 
     @property
     def _unwritten(self) -> list[_File]:
@@ -347,15 +355,6 @@ class Save:
     def _replacements(self) -> list[Replacement]:
         """Rank 0's."""
         return [file.replacement for file in self._files if file.replacement is not None]
-
-    def _do_once(self, step: str, action: Callable[[], object]) -> None:
-        """Rank 0 does it; returns when it has."""
-
-        def do(ranks: list[None]) -> list[None]:
-            action()
-            return ranks
-
-        self._peers.exchange(step, None, do, of=type(None))
 
     def _start(self, file: _File, threads: int | None) -> _Started:
         """Have rank 0 make one, and write what has no copy."""
@@ -376,14 +375,15 @@ class Save:
     def _write(
         self,
         file: _File,
+        durable: bool,
         *,
         threads: int | None,
         since_s: float,
-        then: Callable[[], object] | None,
+        then: Callable[[bool], object] | None,
     ) -> Finished:
         """Write this rank's share of one; `then` rank 0 does something before anybody returns.
 
-        since_s: when the first of several was started.
+        since_s: when the first of several was started. then: told whether a rank wants `durable`.
         """
         started = file.started or self._start(file, threads)
         _, share = file.plan.share(self._peers.rank).of(file.in_place)
@@ -392,13 +392,16 @@ class Save:
         done = self._write_share(file, share, started.task, threads)
         if started.in_place is not None:
             done = started.in_place.and_then(done)
+        done.durable = durable
 
         def finish(parts: list[Done]) -> list[Finished]:
             written = file.write_rest(parts, self.progress)
             seconds = time.monotonic() - since_s
+            is_wanted = any(part.durable for part in parts)
             if then is not None:
-                then()
-            finished = Finished(file.container.bytes, seconds, written)
+                then(is_wanted)
+            is_durable = is_wanted and then is not None
+            finished = Finished(file.container.bytes, seconds, written, is_durable)
             return [finished] * len(parts)
 
         finished = self._peers.exchange("part", done, finish, of=Finished)
@@ -414,7 +417,7 @@ class Save:
                 share, task, file.container, self._peers, own_fd, threads, self.progress
             )
 
-    def _commit(self, *, durable: bool, then: Callable[[], object] | None) -> None:
+    def _commit(self, durable: bool, *, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
         for replacement in self._replacements:
             replacement.complete(durable=durable)

@@ -105,6 +105,8 @@ class Done(msgspec.Struct):
     written: Written
     crcs: dict[int, int]
     """What this rank's bytes of each record are of its CRC32 (`crc32_parts`)."""
+    durable: bool = False
+    """Whether the rank wants them to survive power loss."""
 
     def and_then(self, other: Done) -> Done:
         """Return what the rank wrote in all, of different records."""

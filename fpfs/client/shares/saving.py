@@ -105,10 +105,7 @@ def save_shares(
         laid_out = time.monotonic()
         finished = steps.write()
     return finished.saved(
-        steps.path,
-        seconds=time.monotonic() - started,
-        lay_out_s=laid_out - started,
-        durable=True,
+        steps.path, seconds=time.monotonic() - started, lay_out_s=laid_out - started
     )
 
 
@@ -417,7 +414,8 @@ class SharesSave:
             self._remove_former()
         self._peers.exchange("end", None, lambda ranks: ranks, of=type(None))
         write_s = time.monotonic() - started.at_s
-        return Finished(self._agreed.container.bytes, write_s, tuple(described.written))
+        total_bytes = self._agreed.container.bytes
+        return Finished(total_bytes, write_s, tuple(described.written), durable=True)
 
     def flush(self) -> None:
         """Nothing: a checkpoint that is complete survives power loss."""

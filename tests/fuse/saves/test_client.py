@@ -137,6 +137,28 @@ def test_a_group_reads_each_byte_once(own: Mount, forks: Worlds, how: str, times
     assert (after - before) / path.stat().st_size == pytest.approx(times, rel=0.2)
 
 
+def test_the_topology_of_any_place_on_a_mount(own: Mount) -> None:
+    (own.root / "run").mkdir()
+    for name in ("", "step.pt", "run", "run/step.pt", "not/there/step.pt"):
+        topology = Topology.of(own.root / name)
+        assert (topology.devices, topology.chunk_bytes) == (2, MEBIBYTE)
+    assert Topology.of(own.root.parent).devices == 1
+
+
+def save_durably(path: str, asks: list[bool]) -> list[object]:
+    """As a rank."""
+    saved = client.save(large_state(seed=7), path, durable=asks[dist.get_rank()])
+    return [saved.durable, os.getxattr(path, "user.fpfs.durable").decode()]
+
+
+@pytest.mark.parametrize("asks", [[True, False], [False, True]])
+def test_a_save_is_durable_if_one_rank_asks_for_it(
+    directory: Path, mount: Mount, forks: Worlds, asks: list[bool]
+) -> None:
+    world = forks.start(2, save_durably, directory / "state.pt", asks)
+    assert world.values() == [[True, "1"]] * 2
+
+
 def save_by_a_plan(path: str) -> list[list[int]]:
     """As a rank: as many write as the mount has devices; returns what each wrote."""
     topology = Topology.of(path)

@@ -44,9 +44,9 @@ def save_beside(root: str, nodes: int, copies: int) -> list[Any]:
                     own_part(value).fill_(-1)
             saver.wait()
             saved = began.durable.result(0)
-            assert began.acknowledged.result(0) == saved._replace(
-                seconds=began.acknowledged.result(0).seconds, durable=False
-            )
+            acknowledged = began.acknowledged.result(0)
+            assert acknowledged == saved._replace(seconds=acknowledged.seconds)
+            assert saved.durable
             assert began.bytes_written == began.bytes_to_write > 0
             found.append([began.path == saved.path == directory, len(saved.written)])
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import re
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fpfs.client import load, paths, save
+from fpfs.client import AsyncSaver, load, paths, save
 from fpfs.core.mounts import mount_containing
 from tests.support.states import Custom, large_state, nested_states, same, some_states
 
@@ -294,9 +295,19 @@ def test_a_storage_behind_the_end(path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("wrong", ["x", None, 0, -1, math.inf, math.nan, 1e300])
+def test_what_is_no_time_to_wait(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s is .*: give seconds, more than 0 and at most"):
+        save({}, tmp_path / "state.pt", timeout_s=wrong)
+    with pytest.raises(ValueError, match="timeout_s is "):
+        AsyncSaver(timeout_s=wrong)
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_is_no_path() -> None:
     for wrong in (7, None, io.BytesIO()):
-        with pytest.raises(TypeError, match="fpfs takes a path, not"):
+        remedy = "use torch.save" if isinstance(wrong, io.BytesIO) else "give a str"
+        with pytest.raises(TypeError, match=f"fpfs takes a path, not .*: {remedy}"):
             save({}, wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="fpfs takes a path, not"):
             load(wrong)  # type: ignore[arg-type]
