@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,9 @@ from fpfs.client.peers import Peers, Process, RankFailed
 from fpfs.client.plan import Plan
 from fpfs.client.planning import Planning
 from fpfs.core.units import format_size
+
+SLICES = 64
+"""Of tensors, at most, that a rank has digests of."""
 
 
 class LayOut(Protocol):
@@ -39,6 +43,8 @@ class _Offer(msgspec.Struct):
     bytes_of_storages: int
     records: bytes
     """Their digest."""
+    slices: list[bytes]
+    """Digests of some tensors after the other, by which it is told where two ranks differ."""
     layout: str
     """Its digest: what is no tensor may be longer on one rank, and move all."""
     plan: bytes
@@ -78,6 +84,7 @@ def agree(
         tensors=len(container.tensors),
         bytes_of_storages=int(planning.records.sizes.sum()),
         records=planning.records.digest,
+        slices=_slices(container.tensors),
         layout=container.layout_digest(),
         plan=planning.digest,
         process=Process.own(),
@@ -85,7 +92,7 @@ def agree(
     )
 
     def answer(offers: list[_Offer]) -> list[_Answer]:
-        _compare(offers)
+        _compare(offers, container.tensors)
         gathers = can_gather(
             [offer.process for offer in offers], [offer.addresses for offer in offers]
         )
@@ -106,8 +113,8 @@ def agree(
     return Agreed(container, planning, chosen, offered)
 
 
-def _compare(offers: list[_Offer]) -> None:
-    """Raise RankFailed of a rank that saves something else than rank 0."""
+def _compare(offers: list[_Offer], tensors: list[str]) -> None:
+    """Raise RankFailed of a rank that saves something else than rank 0, whose `tensors` are."""
     for rank, offer in enumerate(offers):
         if offer.path != offers[0].path:
             path, own = os.fsdecode(offer.path), os.fsdecode(offers[0].path)
@@ -125,9 +132,38 @@ def _compare(offers: list[_Offer]) -> None:
         if offer.records != offers[0].records:
             raise RankFailed(
                 rank,
-                f"saves {_described(offer)}, and rank 0 {_described(offers[0])}: all ranks save"
-                " tensors of the same names, types and shapes, in the same order, sharded alike",
+                f"saves {_described(offer)}, and rank 0 {_described(offers[0])}"
+                f"{_where_they_differ(offer, offers[0], tensors)}: all ranks save tensors of the"
+                " same names, types and shapes, in the same order, sharded alike",
             )
+
+
+def _slice_length(count: int) -> int:
+    """Of so many tensors: a power of two, so that ranks with some more or less have the same."""
+    return 1 << max(0, (count - 1) // SLICES).bit_length()
+
+
+def _slices(tensors: list[str]) -> list[bytes]:
+    length = _slice_length(len(tensors))
+    parts = (tensors[start : start + length] for start in range(0, len(tensors), length))
+    return [
+        hashlib.blake2b(repr(part).encode(errors="surrogatepass"), digest_size=4).digest()
+        for part in parts
+    ]
+
+
+def _where_they_differ(offer: _Offer, first: _Offer, tensors: list[str]) -> str:
+    length = _slice_length(first.tensors)
+    if _slice_length(offer.tensors) != length:
+        return ""
+    pairs = zip(first.slices, offer.slices, strict=False)
+    number = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
+    if number is None:
+        return ""
+    found = tensors[number * length : (number + 1) * length]
+    if len(found) == 1:
+        return f", whose {found[0]!r} it has not"
+    return f", of whose {len(found)} tensors from {found[0]!r} to {found[-1]!r} it has others"
 
 
 def _described(offer: _Offer) -> str:

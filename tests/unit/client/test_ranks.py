@@ -275,6 +275,34 @@ def test_a_failure_is_everybodys(forks: Worlds, path: Path, what: str, rank: int
     assert time.monotonic() - began < saving.TIMEOUT_S / 2, "nobody waited for a timeout"
 
 
+def save_many(path: str, counts: list[int], other: int) -> None:
+    """Save as many small tensors, of which the second rank has one of another type."""
+    rank = dist.get_rank()
+    state = {f"a{number}": torch.zeros(3) for number in range(counts[rank])}
+    if rank == 1:
+        state[f"a{other}"] = torch.zeros(3, dtype=torch.float64)
+    client.save(state, path)
+
+
+@pytest.mark.parametrize(
+    ("counts", "other", "told"),
+    [
+        ([40, 40], 17, ", whose 'a17 torch.float32 (3,)' it has not: "),
+        ([1000, 1000], 500, ", of whose 16 tensors from 'a496 torch.float32 (3,)' to 'a511 "),
+        ([1000, 990], 989, ", of whose 16 tensors from 'a976 "),
+        ([40, 41], 40, "saves 41 tensors in 504 B, and rank 0 40 tensors in 480 B: all ranks"),
+        ([40, 400], 17, "saves 400 tensors in 4.70 KiB, and rank 0 40 tensors in 480 B: all"),
+    ],
+)
+def test_where_states_differ_is_told(
+    forks: Worlds, path: Path, counts: list[int], other: int, told: str
+) -> None:
+    for outcome in forks.start(2, save_many, path, counts, other).outcomes():
+        assert isinstance(outcome.error, str)
+        assert outcome.error.startswith(f"RankFailed: rank 1: saves {counts[1]} tensors")
+        assert told in outcome.error
+
+
 def come_late(path: str, absent: int) -> tuple[list[str], list[str]]:
     """All but one rank save; then all do, each until it succeeds. Returns errors and log lines."""
     errors: list[str] = []
