@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,14 @@ def resolve(path: Path) -> str:
     if not name:
         raise FileNotFoundError("the path is an empty string: is a variable unset?")
     return os.path.realpath(name)
+
+
+def resolve_file(path: Path) -> str:
+    """Return what `resolve` returns, of a file to write. IsADirectoryError: its name ends in a /."""
+    found, name = resolve(path), os.fsdecode(path)
+    if name.endswith(os.sep):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    return found
 
 
 def is_on_fpfs(path: str) -> bool:

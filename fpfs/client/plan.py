@@ -315,10 +315,11 @@ class Plan:
         writing = [load for load in self.loads if load > 0]
         low, high = format_size(min(writing, default=0)), format_size(max(writing, default=0))
         each = low if low == high else f"{low} to {high}"
+        write = f"writes {each}" if len(writing) == 1 else f"write {each} each"
         tensors = len(self.records.sizes)
         return (
             f"{format_size(self.records.file_bytes)} in {tensors} tensor{'s' * (tensors != 1)}:"
-            f" {len(writing)} of {len(self.loads)} ranks write {each} each ({self.writers})"
+            f" {len(writing)} of {len(self.loads)} ranks {write} ({self.writers})"
         )
 
     def share(self, rank: int) -> Share:

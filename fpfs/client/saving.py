@@ -25,7 +25,7 @@ import msgspec
 from fpfs.client.agreement import Agreed, LayOut, agree
 from fpfs.client.container import lay_out
 from fpfs.client.gathering import Offered, Source
-from fpfs.client.paths import default_threads, name_file, naming, resolve
+from fpfs.client.paths import default_threads, name_file, naming, resolve_file
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import NO_PIECES, Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
@@ -263,7 +263,7 @@ class Save:
 
         follow: links; otherwise `path` is absolute, and what is there is replaced itself.
         """
-        name = resolve(path) if follow else os.fsdecode(path)
+        name = resolve_file(path) if follow else os.fsdecode(path)
         file = _File(name, agree(self._peers, state, plan, lay_out, path=name))
         self._files.append(file)
         self.progress.total_bytes += file.bytes_of(self._peers.rank)

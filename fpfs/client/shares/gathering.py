@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fpfs.client.paths import default_threads, naming, resolve
+from fpfs.client.paths import default_threads, naming, resolve, resolve_file
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares.blocks import (
     Block,
@@ -56,7 +56,7 @@ def gather(directories: Sequence[str], path: str, *, progress: Progress) -> int:
     It takes the name when it is whole and durable. Raises OSError, which names `path` or its
     directory if it is theirs, and `Damaged`.
     """
-    name = resolve(path)
+    name = resolve_file(path)
     with opened_shares([resolve(each) for each in directories]) as (manifest, shares):
         total = manifest.bytes
         with naming(name), Replacement(name) as replacement:

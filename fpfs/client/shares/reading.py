@@ -56,7 +56,10 @@ def has_shares(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     if not os.path.exists(os.path.join(path, MANIFEST)):
-        raise IsADirectoryError(errno.EISDIR, f"a directory without a {MANIFEST}", path)
+        wrong = (
+            f"a directory without a {MANIFEST}: name a file, or where fpfs.save_shares has saved"
+        )
+        raise IsADirectoryError(errno.EISDIR, wrong, path)
     return True
 
 

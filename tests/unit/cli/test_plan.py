@@ -65,6 +65,14 @@ def test_shards(capsys: pytest.CaptureFixture[str]) -> None:
         at += count
 
 
+def test_one_rank_of_a_machine_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["plan", "--simulate", "1G", "--ranks", "4", "--writers", "node"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "a simulated state: 1.00 GiB in 400 tensors: 1 of 4 ranks writes 1.00 GiB (node)"
+    )
+
+
 def test_many_ranks_are_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--simulate", "1G", "--ranks", "40"]
     assert ctl.main(words) == 0

@@ -328,6 +328,9 @@ def test_paths_of_all_kinds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_nothing_can_be_saved(path: Path, tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         save({}, tmp_path)
+    for name in (f"{tmp_path}/new/", os.fsencode(tmp_path / "new") + b"/"):
+        with pytest.raises(IsADirectoryError, match="new/"):
+            save({}, name)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         save({}, tmp_path / "nowhere" / "state.pt")
     path.touch()
