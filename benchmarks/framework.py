@@ -41,8 +41,8 @@ class Contender:
 
     name: str
     play: Callable[[], float]
-    prepare: Callable[[], None] = nothing
-    settle: Callable[[], None] = nothing
+    prepare: Callable[[], object] = nothing
+    settle: Callable[[], object] = nothing
     also: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
 

@@ -338,7 +338,8 @@ class Commands:
 
         if self._plugin is None:
             self._plugin = Run(total_bytes=total_bytes, by_fpfs=by_fpfs)
-        return self._plugin.train(path)
+        timing: Timing = self._plugin.train(path)
+        return timing
 
     def wait_transformers(self) -> None:
         """Nothing: a run ends when all is saved, by fpfs durable."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ def main() -> None:
     # The thread that saves talks to the other ranks while this one trains with them.
     group = dist.new_group(backend="gloo")
     # The next step waits until what it changes was copied.
-    stager, saving = fpfs.dcp.Stager(optimizers=optimizer), None
+    stager = fpfs.dcp.Stager(optimizers=optimizer)
+    saving: Any = None
     for epoch in range(first, first + EPOCHS):
         loss = model(torch.randn(8, WIDTH)).square().mean()
         optimizer.zero_grad()

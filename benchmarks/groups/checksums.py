@@ -27,7 +27,7 @@ CHUNK = "a chunk in the cache"
 """Where a chunk is when its checksums are made: a channel thread has just received it."""
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-SAVE = {"fsync": True, "crc32": False}
+SAVE: dict[str, Any] = {"fsync": True, "crc32": False}
 """torch's own checksum, on the caller's core, would hide what the server's costs."""
 
 
@@ -105,7 +105,7 @@ def machine_ticks(_mount: FpfsMount | None = None) -> int:
     return user + nice + system + irq + softirq
 
 
-WHO = {"server": _server_ticks, "machine": machine_ticks}
+WHO: dict[str, Callable[[FpfsMount], float]] = {"server": _server_ticks, "machine": machine_ticks}
 
 
 def _processor_time(

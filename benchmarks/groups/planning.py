@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import resource
 import subprocess
@@ -63,12 +64,15 @@ def _measured(replicas: int) -> dict[str, Any]:
     return found
 
 
+def _figure(figure: str, name: str) -> float:
+    return float(_measured(REPLICAS[name])[figure])
+
+
 def _opener(figure: str, names: Sequence[str]) -> Any:
     @contextlib.contextmanager
     def opened(_: Bench) -> Iterator[Sequence[Entry]]:
         yield [
-            Contender(name=name, play=lambda name=name: float(_measured(REPLICAS[name])[figure]))
-            for name in names
+            Contender(name=name, play=functools.partial(_figure, figure, name)) for name in names
         ]
 
     return opened

@@ -8,6 +8,7 @@ So the figure is the time that rank 0 takes for all steps, without that of other
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -71,7 +72,7 @@ def be_rank_0(ranks: int, folder: str) -> None:
         return answer
 
     # The group's own has a prefix.
-    peers.Store = lambda _, **options: Store(store, **options)  # type: ignore[assignment,misc]
+    vars(peers)["Store"] = lambda _, **options: Store(store, **options)
     Ranks.exchange = exchange_when_all_have  # type: ignore[method-assign]
     plan = Plan.build(_state(), Topology.regular(ranks, ranks_per_node=PER_NODE))
     client.save_shares(_state(), folder, plan=plan)
@@ -161,8 +162,10 @@ class _Others:
 class _Save(saving.SharesSave):
     """Others write nothing: `_Others` makes up what they would hand in."""
 
-    def _write_part(self, opened: saving.Opened, threads: int) -> saving.PartWritten:
-        del opened, threads
+    def _write_part(
+        self, opened: saving.Opened, threads: int, *, in_place: bool
+    ) -> saving.PartWritten:
+        del opened, threads, in_place
         return saving.PartWritten(Written(1, 0, 0.0, 0, 1), {}, [])
 
 
@@ -202,11 +205,15 @@ def _measured(ranks: int) -> dict[str, Any]:
     return found
 
 
+def _figure(figure: str, ranks: int) -> float:
+    return float(_measured(ranks)[figure])
+
+
 def _opener(figure: str) -> Any:
     @contextlib.contextmanager
     def opened(_: Bench) -> Iterator[Sequence[Entry]]:
         yield [
-            Contender(name=_name(ranks), play=lambda ranks=ranks: float(_measured(ranks)[figure]))
+            Contender(name=_name(ranks), play=functools.partial(_figure, figure, ranks))
             for ranks in RANKS
         ]
 

@@ -23,7 +23,7 @@ Attributes = pyfuse3.EntryAttributes
 Context = pyfuse3.RequestContext
 
 
-class NaiveOperations(pyfuse3.Operations):  # type: ignore[misc]
+class NaiveOperations(pyfuse3.Operations):
     """One flat directory; inode numbers are given out at the first lookup."""
 
     enable_writeback_cache = False

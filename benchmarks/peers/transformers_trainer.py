@@ -38,7 +38,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"inputs": torch.full((WIDTH,), float(index))}
 
 
-class _First(TrainerCallback):  # type: ignore[misc]
+class _First(TrainerCallback):
     """Called before what saves: when a step has ended."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _First(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-class _Last(TrainerCallback):  # type: ignore[misc]
+class _Last(TrainerCallback):
     """Called behind what saves: when the next step begins."""
 
     def __init__(self) -> None:

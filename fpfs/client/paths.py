@@ -47,7 +47,7 @@ def resolve(path: Path) -> str:
 
 
 def resolve_file(path: Path) -> str:
-    """Return what `resolve` returns, of a file to write. IsADirectoryError: its name ends in a /."""
+    """Return what `resolve` returns, of a file to write. IsADirectoryError: it ends in a /."""
     found, name = resolve(path), os.fsdecode(path)
     if name.endswith(os.sep):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
