@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import io
 import os
@@ -26,12 +27,15 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import msgspec
 
+from fpfs.client.replacement import Replacement
 from fpfs.core.protocol.control import ControlClient, find_fpfs
 from fpfs.core.protocol.questions import ChangePolicy, FlushAll, PolicyChange, Question, WaitDurable
 from fpfs.core.refusal import Refused
+from fpfs.core.temporary_names import make_temporary
 
 SIZES = (0, 100, 5_000, 16_000, 17_000, 70_000, 300_000, 900_000)
 NAMES = 6
@@ -113,6 +117,41 @@ class Recorder:
         self._mark(data, len(data))
 
 
+class _Told(Replacement):
+    """A file that fpfs.save makes; says what is done to it."""
+
+    def __init__(self, program: Workload, returned: contextlib.ExitStack | None, path: str) -> None:
+        """returned: ends when a save that is to be durable has returned."""
+        self._program, self._returned, self._file = program, returned, program.next_number()
+        self._call, self._own = program.recorder.call, ""
+        super().__init__(path)
+
+    def _create(self, mode: int) -> None:
+        name = make_temporary(os.fsencode(self._name))
+        self._own = self._program.path_of(os.fsdecode(name))
+        with (
+            mock.patch("fpfs.client.replacement.make_temporary", return_value=name),
+            self._call(name="create", path=self._own, file=self._file),
+        ):
+            super()._create(mode)
+        self._program.files[self._own] = self._file
+
+    def complete(self, *, durable: bool) -> None:
+        with self._call(ends_version=True, file=self._file) as told:
+            super().complete(durable=durable)
+            content = (self._program.root / self._own).read_bytes()
+            told["digest"] = digest_of(content)
+        self._program.contents[self._file] = content
+
+    def take_name(self) -> None:
+        target, files = self._program.path_of(self._name), self._program.files
+        with self._call(name="rename", path=self._own, other=target):
+            super().take_name()
+        files[target] = files.pop(self._own)
+        if self._returned is not None:
+            self._returned.enter_context(self._call(durable=True))
+
+
 class Workload:
     """The program. `contents` is what each file must hold, by its number; `files` by path."""
 
@@ -132,21 +171,25 @@ class Workload:
         self._numbers = count(1)
         with recorder.call(name="mkdir", path=self.folder):
             (root / self.folder).mkdir()
-        self.groups = self._path("groups")
+        self.groups = self.path_of("groups")
         with recorder.call(name="mkdir", path=self.groups):
             (root / self.groups).mkdir()
         with recorder.call(durable=True):
             self._set_policy(self.groups, {"commit": "group"})
 
-    def _path(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         return f"{self.folder}/{name}"
+
+    def next_number(self) -> int:
+        """Of a file, and of what is named after it."""
+        return next(self._numbers)
 
     def _content(self) -> bytes:
         size = self.random.choice(SIZES)
         return self.random.randbytes(max(0, size + self.random.randint(-size // 3, size // 3)))
 
     def _any(self) -> str:
-        return self._path(f"file{self.random.randrange(NAMES)}")
+        return self.path_of(f"file{self.random.randrange(NAMES)}")
 
     def _existing(self) -> str | None:
         paths = sorted(path for path in self.files if "/file" in path)
@@ -158,7 +201,7 @@ class Workload:
         """open(2); a file that is not there is created."""
         if path in self.files:
             return os.open(self.root / path, flags)
-        file = next(self._numbers)
+        file = self.next_number()
         with self.recorder.call(name="create", path=path, file=file):
             descriptor = os.open(self.root / path, flags | os.O_CREAT | os.O_EXCL, 0o644)
         self.files[path] = file
@@ -251,10 +294,10 @@ class Workload:
         """
         import torch
 
-        path = self._path(f"step{next(self._numbers)}.pt")
+        path = self.path_of(f"step{self.next_number()}.pt")
         counts = [self.random.choice((100, 20_000, 120_000)) for _ in range(3)]
         state = {f"layer{n}": torch.randn(count) for n, count in enumerate(counts)}
-        file = next(self._numbers)
+        file = self.next_number()
         with self.recorder.call(name="create", path=path, file=file):
             os.close(os.open(self.root / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self.files[path] = file
@@ -266,13 +309,29 @@ class Workload:
             told["digest"] = digest_of(content)
         self.contents[file] = content
         self.checkpoints.append(path)
-        self.write(self._path("latest"), path.encode())
+        self.write(self.path_of("latest"), path.encode())
         if len(self.checkpoints) > CHECKPOINTS_KEPT:
             self.remove(self.checkpoints.pop(0))
 
+    def fpfs_save(self) -> None:
+        """fpfs.save to a name that an earlier one may have, durable or not."""
+        import torch
+
+        from fpfs import client
+
+        path = self.path_of(f"saved{self.random.randrange(2)}.pt")
+        state = {"layer": torch.randn(self.random.choice((100, 20_000, 120_000)))}
+        durable = self.random.random() < 0.5
+        with contextlib.ExitStack() as returned:
+            made = functools.partial(_Told, self, returned if durable else None)
+            with mock.patch("fpfs.client.saving.Replacement", made):
+                client.save(state, self.root / path, durable=durable)
+        found = torch.load(io.BytesIO(self.contents[self.files[path]]))
+        assert torch.equal(state["layer"], found["layer"])
+
     def write_synchronously(self) -> None:
         """Write through a descriptor whose writes are answered when they are durable."""
-        path = self._path("synchronous")
+        path = self.path_of("synchronous")
         descriptor = self.open(path, os.O_WRONLY | os.O_DSYNC)
         content = bytearray(self.contents[self.files[path]])
         for _ in range(self.random.randint(1, 3)):
@@ -306,7 +365,7 @@ class Workload:
 
     def append(self) -> None:
         """Add lines to a log, with fsync or without."""
-        path = self._path("log")
+        path = self.path_of("log")
         descriptor = self.open(path, os.O_WRONLY | os.O_APPEND)
         content = self.contents[self.files[path]]
         for _ in range(self.random.randint(1, 4)):
@@ -338,7 +397,7 @@ class Workload:
 
     def folder_into_place(self) -> None:
         """Save into a folder that is renamed when it is complete, as transformers does."""
-        folder = self._path(f"tmp-checkpoint{next(self._numbers)}")
+        folder = self.path_of(f"tmp-checkpoint{self.next_number()}")
         with self.recorder.call(name="mkdir", path=folder):
             (self.root / folder).mkdir()
         names = ("weights", "optimizer")
@@ -359,7 +418,7 @@ class Workload:
         if self.group and self.random.random() < 0.3:
             self._remove_group()
         if not self.group:
-            self.group = f"{self.groups}/step{next(self._numbers)}"
+            self.group = f"{self.groups}/step{self.next_number()}"
             with self.recorder.call(name="mkdir", path=self.group, group=True):
                 (self.root / self.group).mkdir()
         for number in range(self.random.randint(1, 3)):
@@ -390,7 +449,7 @@ class Workload:
     def link(self) -> None:
         """Give a file a second name for a while, or take it away."""
         path = self._existing()
-        second = self._path("second")
+        second = self.path_of("second")
         if second in self.files:
             self.remove(second)
         elif path is not None:
@@ -400,7 +459,7 @@ class Workload:
 
     def folders(self) -> None:
         """Make a folder with small files, and sometimes remove it all."""
-        folder = self._path(f"folder{next(self._numbers)}")
+        folder = self.path_of(f"folder{self.next_number()}")
         with self.recorder.call(name="mkdir", path=folder):
             (self.root / folder).mkdir()
         paths = [f"{folder}/small{number}" for number in range(self.random.randint(0, 5))]
@@ -457,7 +516,8 @@ class Workload:
         """Do so many random things."""
         everything: list[Callable[[], None]] = [
             *[self.save] * 3, *[self.save_twice] * 2, *[self.save_and_rename] * 3,
-            *[self.torch_save] * 2, *[self.save_group] * 3, *[self.change] * 2,
+            *[self.torch_save] * 2, *[self.fpfs_save] * 2,
+            *[self.save_group] * 3, *[self.change] * 2,
             *[self.append] * 2, self.sync_any,
             self.truncate, self.write_synchronously, self.rename_any, self.remove_any,
             self.link, self.folders, self.folder_into_place, self.chmod, self.sync_folder,
