@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from fpfs.client.container import Container, Record, Text, lay_out
 from tests.support.states import large_state, some_states, without_id
@@ -40,12 +41,16 @@ def filled(container: Container) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["odd", "large", "empty", "tensor", "text"])
-def test_it_is_torchs_own(name: str) -> None:
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_it_is_torchs_own(name: str, alignment: int) -> None:
     state = some_states()[name]
     expected = io.BytesIO()
-    torch.save(state, expected)
-    found = filled(lay_out(state))
-    assert without_id(found) == without_id(expected.getvalue())
+    with config.patch({"save.storage_alignment": alignment}):
+        torch.save(state, expected)
+        container = lay_out(state)
+    assert without_id(filled(container)) == without_id(expected.getvalue())
+    records = [part for part in container.parts if isinstance(part, Record)]
+    assert not any(record.offset % alignment for record in records)
 
 
 def test_no_bytes_are_moved() -> None:

@@ -98,8 +98,8 @@ def equal(found: Any, expected: Any) -> bool:
 
 
 READERS = (Reader, dcp.FileSystemReader)
-TORCH_REFUSES = {"meta", "sparse", "sparse rows", "nested", "of a subclass"} | {
-    str(dtype) for dtype in DTYPES if str(dtype).startswith("torch.bits")
+TORCH_REFUSES = {"meta", "nested", "of a subclass", "quantized to four bits"} | {
+    name for name in (*odd_state(), *map(str, DTYPES)) if name.startswith(("sparse", "torch.bits"))
 }
 """What torch.distributed.checkpoint itself does not save, or not load."""
 

@@ -146,7 +146,7 @@ def test_all_kinds_are_staged() -> None:
             assert same(staged[name], expected), name
             assert staged[name] is not value
         else:
-            assert staged[name] == value
+            assert same(staged[name], value), name
 
 
 def test_no_memory() -> None:
