@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -202,8 +203,8 @@ def save_and_save(path: str, step: int) -> None:
         step += 1
 
 
-def test_a_rank_that_is_killed_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
-    """Nor is it noticed that the server is killed meanwhile, as in every other round."""
+def test_ranks_that_are_killed_leave_a_whole_file(own: Mount, forks: Worlds) -> None:
+    """One or all. Nor is it noticed that the server is, as in every other round."""
     own.expect_log("died .signal 9.: starting another")
     chance = random.Random(chosen_seed())
     path = own.root / "state.pt"
@@ -216,13 +217,19 @@ def test_a_rank_that_is_killed_leaves_a_whole_file(own: Mount, forks: Worlds) ->
         if number % 2:
             kill(own)
             time.sleep(chance.uniform(0, DELAY_S))
-        killed = chance.randrange(3)
-        world.kill(killed)
-        errors = [outcome.error for outcome in world.outcomes()]
-        assert errors.pop(killed) == -signal.SIGKILL
-        assert errors == [f"RankFailed: rank {killed}: its process is no more"] * 2
-        assert os.listdir(own.root) == ["state.pt"]
+        killed = chance.randrange(4)
+        if killed < 3:
+            world.kill(killed)
+            errors = [outcome.error for outcome in world.outcomes()]
+            assert errors.pop(killed) == -signal.SIGKILL
+            assert errors == [f"RankFailed: rank {killed}: its process is no more"] * 2
+            assert os.listdir(own.root) == ["state.pt"]
+        else:
+            world.end()
         last = step_of(path)
+    # Nothing else is left, of those of whom nobody was left either.
+    client.save({}, path)
+    wait_until(lambda: os.listdir(own.root) == ["state.pt"])
 
 
 def test_a_mount_that_goes_away_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
@@ -319,8 +326,19 @@ def test_a_save_beside_training(own: Mount) -> None:
     assert os.listdir(own.root) == ["state.pt"]
 
 
+def save_without_writing(path: str) -> None:
+    """As a rank: save what is not to be begun."""
+
+    def write(*_: object, **__: object) -> None:
+        raise AssertionError("it writes")
+
+    with mock.patch("fpfs.client.writing.write_pieces", write):
+        client.save(large_state(seed=3), path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_device_is_found_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forks: Worlds, ranks: int
 ) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
         path = mount.root / "state.pt"
@@ -329,13 +347,13 @@ def test_a_full_device_is_found_before_the_first_byte(
         for number in range(2):
             devices.fill(number, leave_bytes=4 * MEBIBYTE)
 
-        def write(*_: object, **__: object) -> None:
-            raise AssertionError("it writes")
-
-        monkeypatch.setattr("fpfs.client.writing.write_pieces", write)
-        with pytest.raises(OSError, match="No space left on device") as refused:
-            client.save(large_state(seed=3), path)
-        assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(path))
+        outcomes = forks.start(ranks, save_without_writing, path).outcomes()
+        for rank, outcome in enumerate(outcomes):
+            assert isinstance(outcome.error, str)
+            assert outcome.error.startswith(
+                "RankFailed: rank 0: " * rank + "OSError: [Errno 28] reserve "
+            )
+            assert outcome.error.endswith(f"No space left on device: '{path}'")
         assert os.listdir(mount.root) == ["state.pt"]
         assert client.load(path) == {"step": 1}
         for number in range(2):
