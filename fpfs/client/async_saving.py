@@ -145,7 +145,7 @@ class AsyncSaver:
     optimizers: their parameters and states are copied after `save` has returned, and their next
         step waits for that. What else changes them must do so after `wait_before_update`. `save` is
         called between steps, not within one.
-    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+    threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
     strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
 

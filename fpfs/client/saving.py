@@ -25,7 +25,7 @@ import msgspec
 from fpfs.client.agreement import Agreed, LayOut, agree
 from fpfs.client.container import lay_out
 from fpfs.client.gathering import Offered, Source
-from fpfs.client.paths import default_threads, name_file, naming, resolve_file
+from fpfs.client.paths import default_threads, name_file, naming, ranks_here, resolve_file
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import NO_PIECES, Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
@@ -410,7 +410,7 @@ class Save:
 
     def _write_share(self, file: _File, share: Share, task: Task, threads: int | None) -> Done:
         if threads is None:
-            threads = max(1, default_threads() // self._peers.size)
+            threads = max(1, default_threads() // min(self._peers.size, ranks_here()))
         own_fd = -1 if file.replacement is None else file.replacement.fd
         with naming(file.path):
             return write_share(

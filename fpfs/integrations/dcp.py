@@ -76,7 +76,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """Writes checkpoints of torch.distributed.checkpoint, whole or not at all.
 
     path: the directory, which is made. None: `checkpoint_id` of each save says it.
-    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+    threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
     durable: return when the checkpoint survives power loss, as FileSystemWriter does with
         `sync_files`.

@@ -65,7 +65,7 @@ def register(
 
     decoupled: `save_checkpoint` returns when all is copied; otherwise when it is durable, on all
         ranks. None: as the configuration says in ``checkpoint.writer``, and True if it has none.
-    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+    threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks of a machine.
     timeout_s: seconds that a rank waits at most for another, or for a file to become durable.
 

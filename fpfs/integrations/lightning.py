@@ -44,7 +44,7 @@ class FpfsCheckpointIO:
         Fabric saves, what processes hand to each other, and what a SLURM job saves before it is
         queued again, is durable when it returns.
     memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
-    threads: how many write. None: as many as there are processors, at most 8.
+    threads: how many write. None: as many as there are processors, 2 to 8.
     timeout_s: seconds that a call waits for the save before.
 
     Copies of it, also in other processes, are new ones with the same arguments.

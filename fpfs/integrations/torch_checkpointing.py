@@ -48,7 +48,7 @@ class FpfsStorageConfig(StorageConfig):
 
     durable: a checkpoint survives power loss when its save has ended. False: when it has its name,
         which on fpfs survives any process, and power loss after about a second.
-    threads: how many write each file. None: as many as there are processors, at most 8.
+    threads: how many write each file. None: as many as there are processors, 2 to 8.
     """
 
     durable: bool = True

@@ -57,7 +57,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     """Saves a Trainer's checkpoints: ``trainer.add_callback(FpfsCallback(trainer))``.
 
     memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
-    threads: how many write, for each rank. None: as many as there are processors, at most 8, shared
+    threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
     timeout_s: seconds that a save waits for the one before.
 

@@ -260,6 +260,23 @@ def test_what_is_there_is_made_durable(path: Path, monkeypatch: pytest.MonkeyPat
     assert after == [str(path), str(path.parent)]
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_save_flushes_the_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """And the file before it has its name, as any save elsewhere than on fpfs."""
+    flushed = []
+
+    def fsync(fd: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr("fpfs.client.replacement.os.fsync", fsync)
+    client.save({"step": 1}, path, durable=durable)
+    before, *after = flushed
+    assert before.endswith(".state.pt")
+    assert after == [str(path.parent)] * durable
+
+
 def test_what_is_there_may_not_be_durable(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

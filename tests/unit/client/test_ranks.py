@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 from fpfs import client
 from fpfs.client import gathering, parallel_file, peers, planning, saving, writing
 from fpfs.client import store as stores
+from fpfs.client.paths import default_threads
 from fpfs.client.plan import Plan
 from fpfs.client.topology import WRITERS, Topology
 from fpfs.core import transfers
@@ -273,6 +274,20 @@ def test_a_failure_is_everybodys(forks: Worlds, path: Path, what: str, rank: int
         assert error.startswith(told)
     assert is_as_before(path)
     assert time.monotonic() - began < saving.TIMEOUT_S / 2, "nobody waited for a timeout"
+
+
+def save_on_machines(path: str, ranks_of_each: str) -> list[int]:
+    """As a rank of a machine that has so many: save; returns how many threads each had."""
+    os.environ["LOCAL_WORLD_SIZE"] = ranks_of_each
+    return [written.threads for written in client.save(large_state(seed=1), path).written]
+
+
+@pytest.mark.parametrize("ranks_of_each", [1, 2])
+def test_ranks_of_a_machine_share_its_threads(
+    forks: Worlds, path: Path, ranks_of_each: int
+) -> None:
+    each = max(1, default_threads() // ranks_of_each)
+    assert forks.start(2, save_on_machines, path, str(ranks_of_each)).values() == [[each] * 2] * 2
 
 
 def save_many(path: str, counts: list[int], other: int) -> None:

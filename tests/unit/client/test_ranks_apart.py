@@ -64,6 +64,21 @@ def test_a_call_that_fails_at_its_beginning_counts(forks: Worlds, path: Path, fa
     assert client.load(path)["weight"].unique().tolist() == [2.0]
 
 
+def save_in_groups(path: str) -> str:
+    """As a rank: save; rank 1 takes another group than the others."""
+    part = dist.new_group([0, 1])
+    group = part if dist.get_rank() == 1 else None
+    return said_of(lambda: client.save(large_state(seed=1), path, group=group, timeout_s=2.0))
+
+
+def test_ranks_that_take_unlike_groups(forks: Worlds, path: Path) -> None:
+    client.save(FORMER, path)
+    for rank, said in enumerate(forks.start(3, save_in_groups, path).values()):
+        missing = 0 if rank == 1 else 1
+        assert said.startswith(f"RankFailed: rank {missing}: did not call save within ")
+    assert is_as_before(path)
+
+
 def call_wrongly(root: str) -> list[str]:
     """As a rank: rank 1 gives what cannot be."""
     wrong = dist.get_rank() == 1
