@@ -122,6 +122,8 @@ class AnyShare(Protocol):
     """Of its ranges in the file."""
     ranges: Ints
     """Of shape (ranges, fields of Range)."""
+    container: tuple[int, int]
+    """Where the bytes lie that are not tensors', and how many these are."""
 
     def read(self, places: Sequence[Place]) -> None:
         """Fill memory with a few bytes."""
@@ -138,15 +140,17 @@ class OpenShare:
 
     def __init__(self, path: str, manifest: Manifest, number: int) -> None:
         self.path = path
+        self._of_node = f"{path} of node {manifest.shares[number].node!r}"
         with contextlib.ExitStack() as closing:
             self._file = closing.enter_context(open(path, "rb"))
             size = os.fstat(self.fd).st_size
             expected = manifest.shares[number]
             if size != expected.bytes:
-                raise Damaged(f"{path} has {size} bytes instead of {expected.bytes}")
+                raise Damaged(f"{self._of_node} has {size} bytes instead of {expected.bytes}")
             self.header = self._file.read(expected.header_bytes)
             self.begin = expected.header_bytes
-            self.ranges, self.container = decode_header(self.header, manifest, number, path)
+            found = decode_header(self.header, manifest, number, self._of_node)
+            self.ranges, self.container = found
             self._closing = closing.pop_all()
 
     def __enter__(self) -> OpenShare:
@@ -168,7 +172,7 @@ class OpenShare:
                 with naming(self.path):
                     count = os.preadv(self.fd, [rest], offset)
                 if count == 0:
-                    raise Damaged(f"{self.path} has become shorter")
+                    raise Damaged(f"{self._of_node} has become shorter")
                 rest, offset = rest[count:], offset + count
 
     def start(self, pieces: list[Piece], owners: object) -> Transfer:
@@ -191,13 +195,25 @@ class Shares:
         if found != self.manifest.bytes:
             raise Damaged(f"the shares have {found} of the file's {self.manifest.bytes} bytes")
 
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from the file's `offset` on."""
+    def read(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from the file's `offset` on; returns how many bytes, at least one if any.
+
+        What is read ahead of texts, which are here, would be tensors that nobody may ask for.
+        """
         places: dict[int, list[Place]] = {}
-        for share, at, begin, count in self._index.find(offset, len(view)).tolist():
+        found = self._index.find(offset, len(view)).tolist()
+        if found and self._is_text(found[0]):
+            found = found[:1]
+        for share, at, begin, count in found:
             places.setdefault(share, []).append((view[begin : begin + count], at))
         for share, some in places.items():
             self._shares[share].read(some)
+        return sum(count for _, _, _, count in found)
+
+    def _is_text(self, found: list[int]) -> bool:
+        share, at, _, _ = found
+        first, size = self._shares[share].container
+        return first <= at < first + size
 
     def read_pieces(self, pieces: Sequence[Piece], owners: object) -> None:
         """Fill memory, which `owners` keeps, from all shares at once."""
@@ -333,7 +349,7 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         with memoryview(buffer).cast("B") as wanted:
             count = max(0, min(len(wanted), self._shares.manifest.bytes - self._at))
-            self._shares.read(wanted[:count], self._at)
+            count = self._shares.read(wanted[:count], self._at)
         self._at += count
         return count
 

@@ -274,6 +274,7 @@ class FarShare:
     """A share that another rank reads."""
 
     ranges: Ints
+    container: tuple[int, int]
 
     def __init__(self, serving: Serving, server: int, manifest: Manifest, number: int) -> None:
         self._serving, self._server = serving, server
@@ -298,11 +299,11 @@ class FarShare:
             run_to_end(self._opening)
         content = bytes(self.header)
         found = decode_header(content, self._manifest, self._number, self.path)
-        self.ranges, self._place = found
+        self.ranges, self.container = found
 
     def read_container(self) -> None:
         """Fetch what is read bit by bit."""
-        at, size = self._place
+        at, size = self.container
         content = bytearray(size)
         self.read([(memoryview(content), at)])
         self._container, self._container_at = bytes(content), at

@@ -90,6 +90,46 @@ def test_each_node_sees_its_own(
     assert found == [[places[rank * nodes // size]] for rank in range(size)]
 
 
+def save_copies(root: str, copies: int) -> None:
+    """As a rank of a node of its own: save several MiB."""
+    save_shares(large_state(seed=1), own_directory(root, 2), copies=copies)
+
+
+def load_counted(root: str, names: list[str], in_place: bool) -> int:
+    """As a rank that sees its own node's: load some tensors; returns how much is sent to it."""
+    received = []
+    memory_at = serving._memory_at
+
+    def count(address: int, size: int) -> memoryview:
+        received.append(size)
+        return memory_at(address, size)
+
+    serving._memory_at = count
+    expected = {name: value for name, value in large_state(seed=1).items() if name in names}
+    into = {name: torch.zeros_like(value) for name, value in expected.items()}
+    loaded = load_shares(own_directory(root, 2), into=into if in_place else None)
+    assert same({name: loaded[name] for name in names}, expected)
+    return sum(received)
+
+
+def test_only_what_is_wanted_is_sent(forks: Worlds, tmp_path: Path) -> None:
+    """Beside what a rank needs to know where all is. Of six tensors the first half is node 0's."""
+    forks.start(2, save_copies, str(tmp_path), 1).values()
+    state, most = large_state(seed=1), 1 << 16
+    for name, receiver in (("layer1", 1), ("layer4", 0)):
+        found = forks.start(2, load_counted, str(tmp_path), [name], True).values()
+        assert found[1 - receiver] < most
+        assert state[name].nbytes <= found[receiver] < state[name].nbytes + most
+    found = forks.start(2, load_counted, str(tmp_path), list(state), False).values()
+    # Of the file, that is, which each rank loads whole.
+    assert sum(found) < sum(tensor.nbytes for tensor in state.values()) + most
+
+
+def test_the_near_copy_is_read(forks: Worlds, tmp_path: Path) -> None:
+    forks.start(2, save_copies, str(tmp_path), 2).values()
+    assert forks.start(2, load_counted, str(tmp_path), ["layer1"], True).values() == [0, 0]
+
+
 def load_anywhere(root: str, saved_nodes: int) -> None:
     """As a rank: the first ranks see a node's directory each, others none; others see it twice."""
     rank, size = dist.get_rank(), dist.get_world_size()
