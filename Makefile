@@ -58,12 +58,16 @@ $(STAMPS)/venv: $(STAMPS)/system
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# What builds the native part.
+$(STAMPS)/builders: $(STAMPS)/venv constraints.txt
+	$(INSTALL) $(PIP_INDEX) -c constraints.txt cmake ninja nanobind scikit-build-core
+	@touch $@
+
 # Without build isolation the build folder stays usable for quick rebuilds (`make native`). pyfuse3
 # and deepspeed come first, with isolation: they are built from source with a newer setuptools than
 # Debian's.
-$(STAMPS)/packages: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(INSTALL) $(PIP_INDEX) -c constraints.txt \
-	  cmake deepspeed ninja nanobind scikit-build-core pyfuse3
+$(STAMPS)/packages: $(STAMPS)/builders pyproject.toml constraints.txt
+	$(INSTALL) $(PIP_INDEX) -c constraints.txt deepspeed pyfuse3
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(INSTALL) $(PIP_INDEX) --no-build-isolation -c constraints.txt \
 	  -e '.[test,bench,dev]'
@@ -128,7 +132,7 @@ golden: setup $(STAMPS)/tools-test ## Keep the output of --help, tables and JSON
 	git --no-pager diff --stat -- tests/golden docs/json docs/fpfs-ctl.md
 
 .PHONY: test-native
-test-native: $(STAMPS)/tools-test setup ## The C++ tests, without sanitizer
+test-native: $(STAMPS)/tools-test $(STAMPS)/builders ## The C++ tests, without sanitizer
 	@$(call native_tests,build/native,)
 
 .PHONY: test-asan
