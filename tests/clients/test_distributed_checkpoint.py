@@ -276,6 +276,30 @@ def test_two_processes_save_into_a_group(own: Mount, forks: Worlds) -> None:
     assert {p: p.read_bytes() for p in (own.root / "run").rglob("*") if p.is_file()} == before
 
 
+def replicas() -> dict[str, torch.Tensor]:
+    """What all ranks have."""
+    return {str(number): torch.full((4_000_000,), float(number)) for number in range(4)}
+
+
+def load_replicas(folder: str) -> bool:
+    """As a rank: load; returns whether it is what was saved."""
+    into = {name: torch.zeros_like(tensor) for name, tensor in replicas().items()}
+    dist.barrier()
+    dcp.load(into, storage_reader=Reader(folder))
+    return all(torch.equal(into[name], tensor) for name, tensor in replicas().items())
+
+
+def test_what_all_ranks_load_is_read_once(own: Mount, forks: Worlds) -> None:
+    folder = own.root / "replicas"
+    dcp.save(replicas(), storage_writer=Writer(folder), no_dist=True)
+    own.remount()
+    before = sum(device.bytes_read for device in own.status().devices)
+    assert forks.start(3, load_replicas, folder).values() == [True] * 3
+    after = sum(device.bytes_read for device in own.status().devices)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert (after - before) / size == pytest.approx(1, rel=0.2)
+
+
 def test_the_example(directory: Path, run_example: Example) -> None:
     """Each goes on from what the one before has saved, on another number of ranks."""
     for ranks, epochs in ((2, "0 to 2"), (1, "3 to 5")):

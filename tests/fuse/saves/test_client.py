@@ -354,6 +354,10 @@ def test_a_full_device_is_found_before_the_first_byte(
                 "RankFailed: rank 0: " * rank + "OSError: [Errno 28] reserve "
             )
             assert outcome.error.endswith(f"No space left on device: '{path}'")
+        with client.AsyncSaver(strict=False) as saver:
+            error = saver.save(large_state(seed=3), path).durable.exception(60)
+        assert isinstance(error, OSError)
+        assert (error.errno, error.filename) == (errno.ENOSPC, str(path))
         assert os.listdir(mount.root) == ["state.pt"]
         assert client.load(path) == {"step": 1}
         for number in range(2):

@@ -410,6 +410,31 @@ def test_the_end_of_the_process_waits(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_the_end_of_the_process_names_what_fails(path: Path) -> None:
+    code = (
+        "import resource, signal, sys, torch; from fpfs.client import AsyncSaver\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])"
+    )
+    words = [sys.executable, "-c", code, path]
+    done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
+    assert f"{path} was not saved: OSError: [Errno 27] " in done.stderr
+    assert os.listdir(path.parent) == []
+
+
+def test_a_state_that_grows(path: Path) -> None:
+    """Each copy needs more memory than the one before has."""
+    with AsyncSaver() as saver:
+        for count in (1, 3, 2, 6):
+            state = large_state(seed=count, tensors=count)
+            saving = saver.save(state, path)
+            for tensor in state.values():
+                tensor.zero_()
+            saving.durable.result(60)
+            assert same(client.load(path), large_state(seed=count, tensors=count))
+
+
 def wholes(step: int) -> dict[str, torch.Tensor]:
     """Tensors of which no two elements are the same."""
     rows = torch.arange(4_000_000).reshape(1000, 4000) + step

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -545,9 +546,20 @@ def rank_saves(folder: str, how: str) -> list[str]:
         stager = Stager()
         dcp.async_save(given, storage_writer=Writer(folder), async_stager=stager).result()
     elif how == "cached":
+        is_new = []
+
+        class Told(Writer):
+            """Tells which plans are none that torch has kept."""
+
+            def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+                prepared = super().prepare_local_plan(plan)
+                is_new.append(prepared.usable)
+                return prepared
+
         for number in range(3):
             planner = DefaultSavePlanner(enable_plan_caching=True)
-            dcp.save({**given, "step": number + 3}, storage_writer=Writer(folder), planner=planner)
+            dcp.save({**given, "step": number + 3}, storage_writer=Told(folder), planner=planner)
+        assert is_new == [True, False, False]
     else:
         dcp.save(given, storage_writer=Writer(folder))
     into = {
