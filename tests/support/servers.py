@@ -40,11 +40,16 @@ def stop(pid: int) -> None:
     """Stop a process, and wait until each of its threads has stopped: kill(2) returns before."""
     os.kill(pid, signal.SIGSTOP)
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
-    while not all(
-        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ):
+    while not all(map(_has_stopped, Path(f"/proc/{pid}/task").iterdir())):
         assert time.monotonic() < deadline_s, f"process {pid} does not stop"
+
+
+def _has_stopped(task: Path) -> bool:
+    """Whether a thread has stopped, or ended."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def wait_for_exit(pid: int) -> None:
