@@ -27,10 +27,12 @@ inline constexpr uint32_t kWriteKillSuidgid = 1u << 2;          // FUSE_WRITE_KI
 
 inline constexpr uint32_t kMaxReadaheadBytes = 16 * 1024 * 1024;
 // The kernel holds back what exceeds it, and RELEASE stands in that line, behind reads: a file that
-// is closed and opened again would have no moment without a writer. So it is out of reach; the
-// threshold below is what bounds read-ahead.
+// is closed and opened again would have no moment without a writer. So it is out of reach.
 inline constexpr uint16_t kMaxBackground = 4096;
-inline constexpr uint16_t kCongestionThreshold = 48;
+// Beyond it the kernel drops what it has begun to read ahead. The reader then asks for half of the
+// rest each time, down to a page, and each of these READs reads a whole block. Many readers of a
+// server that is behind stay below, and what one reader has out fits above.
+inline constexpr uint16_t kCongestionThreshold = kMaxBackground / 2;
 
 // What handlers know a request by: 30 bits that differ for all requests under way, and whether the
 // kernel has sent it before (FUSE_UNIQUE_RESEND, Linux 6.9). Uniques grow by 2.

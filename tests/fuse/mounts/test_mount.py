@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,10 @@ from fpfs.testing.mounted import (
     mounted,
     run_fpfs,
 )
+from tests.support.contents import random_bytes
 from tests.support.refusals import refusal
+from tests.support.servers import stop
+from tests.support.waiting import wait_until
 
 CTL = "fpfs.cli.ctl"
 
@@ -345,6 +349,33 @@ def test_reads_are_asked_for_by_half_a_chunk_and_well_ahead() -> None:
         assert f"max_read={MAX_READ_BYTES}" in line.split(" - ")[1].split(",")
         read_ahead = Path(f"/sys/class/bdi/{entry.device}/read_ahead_kb").read_text()
         assert int(read_ahead) == (READ_AHEAD_KIB if os.geteuid() == 0 else 128)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can raise the read-ahead")
+def test_reads_are_large_however_many_the_server_is_behind() -> None:
+    """The kernel drops what it reads ahead when there are more than it is told to have."""
+    readers, window = 16, READ_AHEAD_KIB * 1024
+    reads = readers * window // MAX_READ_BYTES
+    with mounted() as mount, contextlib.ExitStack() as stack:
+        contents = [random_bytes(window, seed=number) for number in range(readers)]
+        for number, content in enumerate(contents):
+            (mount.root / str(number)).write_bytes(content)
+        mount.remount()
+        entry = mount.entry()
+        assert entry is not None
+        minor = entry.device.partition(":")[2]
+        waiting = Path("/sys/fs/fuse/connections", minor, "waiting")
+        paths = [mount.root / str(number) for number in range(readers)]
+        fds = [stack.enter_context(path.open("rb")).fileno() for path in paths]
+        threads = stack.enter_context(ThreadPoolExecutor(readers))
+        stop(mount.server_pid)
+        try:
+            found = [threads.submit(os.pread, fd, window, 0) for fd in fds]
+            wait_until(lambda: int(waiting.read_text()) >= reads, timeout_s=20)
+        finally:
+            os.kill(mount.server_pid, signal.SIGCONT)
+        assert [each.result() for each in found] == contents
+        assert mount.status().channel["reads"] == reads
 
 
 def test_a_mount_without_server_and_keeper_is_unmounted_and_mounted_again() -> None:
