@@ -133,6 +133,10 @@ def naming(path: str) -> Iterator[None]:
         raise
 
 
-def default_threads() -> int:
-    """Return how many threads move bytes: as many as there are processors, from 2 to 8."""
-    return min(THREADS_MAX, max(2, len(os.sched_getaffinity(0))))
+def default_threads(ranks: int = 1) -> int:
+    """Return how many threads move bytes: as many as there are processors, from 2 to 8.
+
+    ranks: of this machine, which have so many together, and each at least one.
+    """
+    together = min(THREADS_MAX, max(2, len(os.sched_getaffinity(0))))
+    return max(1, together // ranks)

@@ -410,7 +410,7 @@ class Save:
 
     def _write_share(self, file: _File, share: Share, task: Task, threads: int | None) -> Done:
         if threads is None:
-            threads = max(1, default_threads() // min(self._peers.size, ranks_here()))
+            threads = default_threads(min(self._peers.size, ranks_here()))
         own_fd = -1 if file.replacement is None else file.replacement.fd
         with naming(file.path):
             return write_share(

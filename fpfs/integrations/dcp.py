@@ -183,7 +183,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         try:
             try:
                 reserve_file(fd, container.bytes)
-                threads = self._threads or max(1, default_threads() // ranks_here())
+                threads = self._threads or default_threads(ranks_here())
                 write(_all_of(container), container, fd=fd, threads=threads)
                 # Elsewhere than on fpfs the rename of the metadata may come before these bytes.
                 if self._durable or not is_on_fpfs(os.path.dirname(path)):

@@ -94,7 +94,7 @@ def register(
             rank = engine.local_rank
         engine.save_non_zero_checkpoint = rank == 0
     if threads is None:
-        threads = max(1, default_threads() // ranks_here())
+        threads = default_threads(ranks_here())
     registered = engine.checkpoint_engine = FpfsCheckpointEngine(
         # Messages of training's groups are not mixed with these.
         group=dist.new_group(backend="gloo") if dist.get_world_size() > 1 else ALONE,

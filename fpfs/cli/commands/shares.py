@@ -180,7 +180,8 @@ def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = No
         wrong = error.strerror or str(error)
         if error.filename is not None and error.strerror:
             wrong = f"{error.filename}: {wrong}"
-            if output is not None and error.filename in (output, os.path.dirname(output)):
+            named = os.path.realpath(error.filename)
+            if output is not None and named in (output, os.path.dirname(output)):
                 remedy = "have the output in a directory that is there, is yours, and has room"
         raise Refused(asked=asked, wrong=wrong, remedy=remedy) from None
 

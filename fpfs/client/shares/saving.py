@@ -476,7 +476,7 @@ class SharesSave:
         )
 
     def _threads(self, threads: int | None) -> int:
-        return threads or max(1, default_threads() // len(self._node.members))
+        return threads or default_threads(len(self._node.members))
 
     def _write_part(self, opened: Opened, threads: int, *, in_place: bool) -> PartWritten:
         """Write this rank's ranges, those without a copy or the other ones."""

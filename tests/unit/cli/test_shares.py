@@ -85,10 +85,11 @@ def test_what_cannot_be(
     ("output", "named", "wrong"),
     [
         ("none/out.pt", "none", "No such file or directory"),
-        (".", "", "Is a directory"),
+        ("full", "full", "Is a directory"),
+        ("out.pt/", "out.pt/", "Is a directory"),
         ("full/out.pt", "full/out.pt", "No space left on device"),
     ],
-    ids=["no directory", "a directory", "no room"],
+    ids=["no directory", "a directory", "named as a directory", "no room"],
 )
 def test_an_output_that_cannot_be(
     capsys: pytest.CaptureFixture[str],
@@ -102,12 +103,12 @@ def test_an_output_that_cannot_be(
     full.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=64K", "tmpfs", full)
     try:
-        assert ctl.main(["gather", *saved, "-o", str(tmp_path / output)]) == 1
+        assert ctl.main(["gather", *saved, "-o", f"{tmp_path}/{output}"]) == 1
         assert not list(full.iterdir())
     finally:
         run("umount", full)
     said = capsys.readouterr().err
-    assert said.startswith(f"fpfs-ctl: gather: {tmp_path / named}: ")
+    assert said.startswith(f"fpfs-ctl: gather: {tmp_path}/{named}: ")
     assert said.endswith(
         f"{wrong}; have the output in a directory that is there, is yours, and has room\n"
     )
