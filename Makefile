@@ -124,6 +124,10 @@ test-python: $(STAMPS)/tools-test setup ## The Python tests, TEST_PROCESSES side
 test-long: $(STAMPS)/tools-test setup ## All Python tests, the long ones, too, with other random numbers each time
 	FPFS_LONG=1 $(PYTEST) -n $(TEST_PROCESSES) --dist worksteal -m "" $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: $(STAMPS)/tools-test setup ## The Python tests that need a GPU
+	$(PYTEST) -m gpu $(PYTEST_ARGS) tests/clients/test_gpu.py
+
 # What commands print is kept: look at what git diff shows of it before it is committed.
 .PHONY: golden
 golden: setup $(STAMPS)/tools-test ## Keep the output of --help, tables and JSON as it is now
