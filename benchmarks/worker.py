@@ -198,9 +198,25 @@ class Commands:
         manager.save(path, {"state": self._state})
         manager.close()
         if fsync and not by_fpfs:
-            for folder, _folders, names in os.walk(path):
-                for name in names:
-                    self._sync(f"{folder}/{name}")
+            self._sync_all(path)
+
+    def save_by_accelerate(self, *, path: str, by_fpfs: bool) -> None:
+        """Save a model that has the state with Accelerate's save_state, durable."""
+        import torch
+        from accelerate import Accelerator
+
+        from fpfs.integrations.accelerate import register
+
+        parameters = [
+            torch.nn.Parameter(tensor, requires_grad=False) for tensor in self._state.values()
+        ]
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.ParameterList(parameters))
+        if by_fpfs:
+            register(accelerator, durable=True)
+        accelerator.save_state(path)
+        if not by_fpfs:
+            self._sync_all(path)
 
     def save_client(self, *, path: str) -> None:
         """Save the state with fpfs, durable."""
@@ -246,6 +262,38 @@ class Commands:
         if self._saver is None or memory_bytes:
             self._saver = None
             self._saver = AsyncSaver(memory_bytes=memory_bytes)
+
+    def use_gpu(self) -> None:
+        """Have the state on the GPU."""
+        self._state = {name: tensor.cuda() for name, tensor in self._state.items()}
+
+    def copy_from_gpu(self, *, to: str) -> None:
+        """Copy it to memory that is there, but for the first time: of the GPU, or pinned."""
+        import torch
+
+        if not self._copy:
+            self._copy = {
+                name: torch.empty_like(tensor, device=to, pin_memory=to == "cpu")
+                for name, tensor in self._state.items()
+            }
+        for name, tensor in self._state.items():
+            self._copy[name].copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def save_beside_gpu(self, *, path: str, snapshots: bool) -> None:
+        """Begin to save it with fpfs; until the stream has changed a tensor.
+
+        snapshots: the GPU may have room for a copy.
+        """
+        import torch
+
+        from fpfs.client import snapshot
+
+        if not snapshots:
+            vars(snapshot)["free_bytes"] = lambda _: 0
+        self._saver.save(self._state, path)
+        next(iter(self._state.values()))[:1].add_(1)
+        torch.cuda.current_stream().synchronize()
 
     def train_with(self, *, saver: str, folder: str) -> None:
         """Make a model that is saved to `folder` by one of `training.SAVERS`."""
@@ -305,6 +353,11 @@ class Commands:
             async_stager=self._stager,
             no_dist=True,
         )
+
+    def save_dcp_beside_durably(self, *, path: str, stager: str) -> None:
+        """The same, until it is durable."""
+        self.save_dcp_beside(path=path, stager=stager)
+        self.wait_dcp()
 
     def wait_dcp(self) -> None:
         """Until that is durable."""
@@ -446,6 +499,13 @@ class Commands:
         with open(path, "wb", buffering=0) as file:
             for _ in range(total_bytes // STREAM_BYTES):
                 file.write(content)
+
+    @classmethod
+    def _sync_all(cls, path: str) -> None:
+        """All files of a directory."""
+        for folder, _folders, names in os.walk(path):
+            for name in names:
+                cls._sync(f"{folder}/{name}")
 
     @staticmethod
     def _sync(path: str) -> None:

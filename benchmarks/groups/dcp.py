@@ -78,6 +78,34 @@ def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
 
 
 @contextlib.contextmanager
+def _durable_beside(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """async_save until it is durable."""
+    tensors = bench.scale.tensors
+    total_bytes = state_bytes(tensors)
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(bench.plain())
+        mount = stack.enter_context(bench.fpfs())
+
+        def saves(name: str, folder: Path, stager: str) -> Contender:
+            return rotating(
+                name,
+                workers=[stack.enter_context(bench.worker(tensors=tensors))],
+                folder=folder,
+                total_bytes=total_bytes,
+                settle=mount.flush if folder == mount.path else sync,
+                command="save_dcp_beside_durably",
+                stager=stager,
+            )
+
+        yield [
+            fio.overwriting(plain, total_bytes=total_bytes),
+            saves("fpfs.dcp", mount.path, "fpfs"),
+            saves("fpfs.dcp, optimizers known", mount.path, "fpfs, later"),
+            saves("DCP async, kept stager", plain, "torch, kept"),
+        ]
+
+
+@contextlib.contextmanager
 def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
     tensors = bench.scale.tensors
     total_bytes = state_bytes(tensors)
@@ -119,6 +147,15 @@ GROUPS = (
         unit="s",
         open=_stalls,
         bounds=(Bound(contender="fpfs.dcp", peer="DCP async", figure=0.5, sense=Sense.AT_MOST),),
+    ),
+    Group(
+        name="dcp-async",
+        title="its async_save of 1 GiB, until it is durable, to two directories in turn",
+        unit="GB/s",
+        open=_durable_beside,
+        bounds=(
+            Bound(contender="fpfs.dcp, optimizers known", peer="fio, overwriting", figure=0.85),
+        ),
     ),
     Group(
         name="dcp-load",

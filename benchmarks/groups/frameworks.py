@@ -124,6 +124,23 @@ GROUPS = (
         ),
     ),
     Group(
+        name="accelerate-save",
+        title="save_state of Accelerate, a model's weights, durable, to two directories in turn",
+        unit="GB/s",
+        open=functools.partial(
+            _durable,
+            saves=(
+                _Save("registered", True, "save_by_accelerate", {"by_fpfs": True}),
+                _Save("Accelerate on fpfs", True, "save_by_accelerate", {"by_fpfs": False}),
+                _Save("Accelerate", False, "save_by_accelerate", {"by_fpfs": False}),
+            ),
+        ),
+        bounds=(
+            Bound(contender="registered", peer="fio, overwriting", figure=0.85),
+            Bound(contender="registered", peer="Accelerate", figure=1.5),
+        ),
+    ),
+    Group(
         name="lightning-stall",
         title="a Lightning checkpoint of 1 GiB, until training goes on",
         unit="s",
