@@ -229,7 +229,7 @@ def test_what_does_not_end_is_given_up(path: Path, writers: Writers) -> None:
     """By the step, which changes nothing, and by a call, which saves nothing."""
     training = Training()
     saver = AsyncSaver(optimizers=training.optimizer, staging_bytes=0, timeout_s=0.1, in_flight=2)
-    saver.save({"parameters": training.parameters}, path)
+    began = saver.save({"parameters": training.parameters}, path)
     for act in (training.step, saver.wait_before_update):
         with pytest.raises(TimeoutError, match=r"the save of .*state\.pt has had 0 s, and still"):
             act()
@@ -237,6 +237,7 @@ def test_what_does_not_end_is_given_up(path: Path, writers: Writers) -> None:
     with pytest.raises(TimeoutError, match="still reads what is to be changed"):
         saver.save(training.state(), f"{path}.second")
     writers.go.set()
+    began.durable.result(60)  # close, too, waits for timeout_s
     saver.close()
     assert same(torch.load(path)["parameters"][3], Training().parameters[3])
     assert not Path(f"{path}.second").exists()

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,12 @@ def test_a_close_that_gives_up_leaves_steps_waiting(
     for _ in range(2):
         with pytest.raises(TimeoutError, match="has not ended"):
             saver.close()
-    when_awaited(saving, copy_on)
+
+    def copy_in_time() -> None:
+        copy_on()
+        futures.wait([saving.staged], 60)  # a step, too, waits for timeout_s
+
+    when_awaited(saving, copy_in_time)
     training.optimizer.step()
     saving.durable.result(60)
     saver.close()
