@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import zipfile
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,10 +25,12 @@ from tests.support.states import (
     OPTIMIZERS,
     Training,
     directories,
+    each_tensor,
     large_state,
     own_directory,
-    random_tensor,
+    placed_state,
     same,
+    to_cpu,
 )
 
 MIB = 2**20
@@ -60,43 +60,16 @@ def begin(device: str) -> torch.device:
     return found
 
 
-def some_state(device: str | torch.device) -> dict[str, Any]:
-    """Tensors of all sizes, of which some share memory, and one is the processor's."""
-    base = random_tensor(torch.float32, (40, 30), seed=1).to(device)
-    return {
-        "small": [random_tensor(torch.uint8, (n,), seed=n).to(device) for n in range(0, 60, 7)],
-        "large": {key: value.to(device) for key, value in large_state(seed=3, tensors=3).items()},
-        "half": random_tensor(torch.bfloat16, (33, 5), seed=2).to(device),
-        "transposed": base.T,
-        "again": base,
-        "here": random_tensor(torch.float64, (100,), seed=4),
-        "step": 7,
-    }
-
-
-def on_device(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A state with each tensor changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: on_device(each, change) for key, each in value.items()}
-    if isinstance(value, list):
-        return [on_device(each, change) for each in value]
-    return value
-
-
-def to_cpu(value: Any) -> Any:
-    return on_device(value, lambda tensor: tensor.cpu())
-
-
 def save_and_load(device: str, path: str) -> list[bool]:
     """As a rank: save, load to where it was, and into tensors that are there."""
     at = begin(device)
     writing.WAVE_BYTES = 3 * MIB
-    client.save(some_state(at), path)
+    client.save(placed_state(lambda tensor: tensor.to(at)), path)
     loaded = client.load(path)
-    filled = client.load(path, into=on_device(some_state(at), torch.zeros_like))
-    expected = to_cpu(some_state("cpu"))
+    filled = client.load(
+        path, into=each_tensor(placed_state(lambda tensor: tensor.to(at)), torch.zeros_like)
+    )
+    expected = to_cpu(placed_state(lambda tensor: tensor))
     return [
         loaded["half"].device == at,
         same(to_cpu(loaded), expected),
@@ -108,7 +81,9 @@ def save_and_load(device: str, path: str) -> list[bool]:
 def test_what_is_saved_is_loaded(forks: Worlds, mount: Mount, device: str) -> None:
     path = mount.root / "state.pt"
     assert forks.start(1, save_and_load, device, path).values() == [[True] * 4]
-    assert same(to_cpu(torch.load(path, map_location="cpu")), to_cpu(some_state("cpu")))
+    assert same(
+        to_cpu(torch.load(path, map_location="cpu")), to_cpu(placed_state(lambda tensor: tensor))
+    )
     assert zipfile.ZipFile(path).testzip() is None
 
 
@@ -188,10 +163,10 @@ def save_together(device: str, root: str) -> None:
     client.save_safetensors(tensors, f"{root}/state.safetensors")
     own = own_directory(root, dist.get_world_size())
     client.save_shares(tensors, own)
-    filled = on_device(tensors, torch.zeros_like)
+    filled = each_tensor(tensors, torch.zeros_like)
     client.load(f"{root}/state.pt", into=filled)
     assert same(to_cpu(filled), to_cpu(tensors))
-    filled = on_device(tensors, torch.zeros_like)
+    filled = each_tensor(tensors, torch.zeros_like)
     client.load_shares(own, into=filled)
     assert same(to_cpu(filled), to_cpu(tensors))
 

@@ -321,6 +321,37 @@ FEATURES = 300
 """Of what models get."""
 
 
+def placed_state(place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Tensors of all sizes and kinds, most of them where `place` moves them."""
+    base = place(random_tensor(torch.float32, (40, 30), seed=1))
+    return {
+        "small": [place(random_tensor(torch.uint8, (n,), seed=n)) for n in range(0, 60, 7)],
+        "large": {key: place(value) for key, value in large_state(seed=3, tensors=3).items()},
+        "half": place(random_tensor(torch.bfloat16, (33, 5), seed=2)),
+        "view": base[3:9],
+        "transposed": base.T,
+        "again": base,
+        "here": random_tensor(torch.float64, (100,), seed=4),
+        "step": 7,
+    }
+
+
+def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a state, of dictionaries and lists, with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: each_tensor(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [each_tensor(each, change) for each in value]
+    return value
+
+
+def to_cpu(value: Any) -> Any:
+    """Return a state with each tensor in the processor's memory."""
+    return each_tensor(value, lambda tensor: tensor.cpu())
+
+
 class Training:
     """A model that has buffers, and its optimizer, which has states."""
 

@@ -47,8 +47,10 @@ from tests.support.states import (
     directories,
     large_state,
     own_directory,
+    placed_state,
     random_tensor,
     same,
+    to_cpu,
     when_awaited,
 )
 from tests.support.waiting import wait_until
@@ -72,21 +74,6 @@ def copy_stream(device: torch.device) -> torch.Stream:
     return accelerators._stream_of(device)
 
 
-def some_state(place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Tensors of all sizes and kinds, most of them where `place` moves them."""
-    base = place(random_tensor(torch.float32, (40, 30), seed=1))
-    return {
-        "small": [place(random_tensor(torch.uint8, (n,), seed=n)) for n in range(0, 60, 7)],
-        "large": {key: place(value) for key, value in large_state(seed=3, tensors=3).items()},
-        "half": place(random_tensor(torch.bfloat16, (33, 5), seed=2)),
-        "view": base[3:9],
-        "transposed": base.T,
-        "again": base,
-        "here": random_tensor(torch.float64, (100,), seed=4),
-        "step": 7,
-    }
-
-
 def to_zero(state: dict[str, Any]) -> Callable[[], object]:
     """What queues that on the current stream, and waits for nothing."""
     tensors = [*state["small"], *state["large"].values(), state["half"], state["again"]]
@@ -104,16 +91,6 @@ def bytes_on_device(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: to_cpu(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [to_cpu(each) for each in value]
-    return value
-
-
 # --- fpfs.save ---
 
 
@@ -121,7 +98,7 @@ def save_in_waves(path: str, wave_bytes: int) -> list[int]:
     """As a rank: save; returns how much was pinned at most, and afterwards."""
     used, device = begin()
     writing.WAVE_BYTES = wave_bytes
-    state = some_state(lambda tensor: tensor.to(device))
+    state = placed_state(lambda tensor: tensor.to(device))
     assert used.most_pinned_bytes == 0
     client.save(state, path)
     return [used.most_pinned_bytes, used.pinned_bytes]
@@ -131,7 +108,7 @@ def save_in_waves(path: str, wave_bytes: int) -> list[int]:
 def test_what_is_saved(forks: Worlds, path: Path, wave_bytes: int) -> None:
     """Bit for bit, with right CRC32s, by two buffers that are not larger than they need be."""
     ((most, left),) = forks.start(1, save_in_waves, path, wave_bytes).values()
-    expected = some_state(lambda tensor: tensor)
+    expected = placed_state(lambda tensor: tensor)
     assert same(to_cpu(torch.load(path, map_location="cpu")), to_cpu(expected))
     assert zipfile.ZipFile(path).testzip() is None
     assert MIB // 4 < most <= 2 * (wave_bytes + 64)
@@ -267,7 +244,7 @@ def test_other_formats(forks: Worlds, tmp_path: Path) -> None:
 def save_what_changes(path: str, has_room: bool) -> list[Any]:
     """As a rank: save, and queue changes of what is saved before the device has copied it."""
     used, device = begin()
-    state = some_state(lambda tensor: tensor.to(device))
+    state = placed_state(lambda tensor: tensor.to(device))
     copies, clear = copy_stream(device), to_zero(state)
     in_use, needed = used.device_bytes, bytes_on_device(state)
     used.tell_free(2 * needed if has_room else 2 * needed - 1)
@@ -298,7 +275,7 @@ def test_what_changes_afterwards_is_not_saved(forks: Worlds, path: Path, has_roo
     """The call does not wait. What is queued after it does, unless the device has a copy."""
     found = forks.start(1, save_what_changes, path, has_room).values()
     assert found == [[False, has_room, has_room, 0]]
-    expected = some_state(lambda tensor: tensor)
+    expected = placed_state(lambda tensor: tensor)
     assert same(to_cpu(torch.load(path, map_location="cpu")), to_cpu(expected))
 
 
@@ -353,7 +330,7 @@ def save_in_place(path: str) -> list[Any]:
     """As a rank: save without room for copies; `save` waits for what no optimizer has."""
     used, device = begin()
     writing.WAVE_BYTES = MIB
-    state = some_state(lambda tensor: tensor.to(device))
+    state = placed_state(lambda tensor: tensor.to(device))
     clear = to_zero(state)
     with AsyncSaver(staging_bytes=100_000) as saver:
         began = saver.save(state, path)
@@ -365,7 +342,7 @@ def save_in_place(path: str) -> list[Any]:
 
 def test_a_state_larger_than_what_is_staged(forks: Worlds, path: Path) -> None:
     assert forks.start(1, save_in_place, path).values() == [[True, True]]
-    expected = some_state(lambda tensor: tensor)
+    expected = placed_state(lambda tensor: tensor)
     assert same(to_cpu(torch.load(path, map_location="cpu")), to_cpu(expected))
     assert zipfile.ZipFile(path).testzip() is None
 
@@ -402,7 +379,7 @@ def save_without_streams(path: str, what: str) -> list[str]:
 
         accelerators.logger.warning = warning  # type: ignore[assignment]
         used.refuse_pinning()
-    state = some_state(lambda tensor: tensor.to(device))
+    state = placed_state(lambda tensor: tensor.to(device))
     clear = to_zero(state)
     client.save(state, f"{path}.now")
     with AsyncSaver() as saver:
@@ -417,7 +394,7 @@ def save_without_streams(path: str, what: str) -> list[str]:
 @pytest.mark.parametrize("what", ["streams", "runtime", "pinned memory"])
 def test_devices_that_cannot_copy_beside(forks: Worlds, path: Path, what: str) -> None:
     (said,) = forks.start(1, save_without_streams, path, what).values()
-    expected = to_cpu(some_state(lambda tensor: tensor))
+    expected = to_cpu(placed_state(lambda tensor: tensor))
     for each in (path, f"{path}.now"):
         assert same(to_cpu(torch.load(each, map_location="cpu")), expected)
     if what == "pinned memory":
@@ -463,7 +440,7 @@ def load_into(path: str) -> list[Any]:
     """As a rank: fill tensors of devices, one of another type."""
     used, device = begin()
     filling.BUFFER_BYTES = MIB
-    state = some_state(lambda tensor: torch.zeros_like(tensor, device=device))
+    state = placed_state(lambda tensor: torch.zeros_like(tensor, device=device))
     state["half"] = state["half"].float()
     state["large"]["layer1"] = torch.zeros_like(state["large"]["layer1"], device="simulated:1")
     assert used.most_pinned_bytes == 0
@@ -474,7 +451,7 @@ def load_into(path: str) -> list[Any]:
 
 
 def test_loading_into_tensors(forks: Worlds, path: Path) -> None:
-    expected = some_state(lambda tensor: tensor)
+    expected = placed_state(lambda tensor: tensor)
     client.save(expected, path)
     assert forks.start(1, load_into, path).values() == [[True, 0]]
     expected["half"] = expected["half"].float()
