@@ -113,10 +113,10 @@ class Restarted(msgspec.Struct, kw_only=True, frozen=True):
 
 @app.command
 def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S, json: Json = False) -> int:
-    """Go on with the fpfs that is installed now, while programs use the mount at MOUNTPOINT.
+    """Upgrade the server of MOUNTPOINT to the installed fpfs, without unmounting.
 
-    They wait for a moment, and see nothing. An installed fpfs that does not start, or cannot take
-    over, is refused, and the mount goes on with the one that runs.
+    Programs that use the mount wait for a moment, and see no error. If the installed fpfs does not
+    start, or cannot take over, it is refused, and the running server stays.
 
     Parameters
     ----------

@@ -98,12 +98,12 @@ def _profile(name: str, *, asked: str) -> Mapping[str, str]:
 
 @app.command
 def unset(directory: str, /, *keys: str, json: Json = False) -> int:
-    """Let DIRECTORY go by what holds above it again, in KEYS.
+    """Remove KEYS from DIRECTORY, so that they are inherited from above.
 
     Parameters
     ----------
     keys
-        Which settings of its own to drop.
+        Settings of DIRECTORY to remove (fpfs-ctl policy --help has them).
     """
     asked = f"policy unset {directory}"
     if not keys:
