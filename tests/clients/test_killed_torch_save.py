@@ -117,8 +117,8 @@ def check_what_is_left(mount: Mount, path: Path, *, last: int) -> None:
     assert torn.stat().st_size in TORN_BYTES
     with pytest.raises(RuntimeError, match="zip archive"):
         torch.load(torn)
-    (partial,) = mount.status().partials
-    assert (partial.path, partial.name) == ("step.pt", torn.name)
+    (save,) = mount.status().quarantined
+    assert (save.path, save.name) == ("step.pt", torn.name)
     assert re.fullmatch(r"step\.pt\.\d{8}T\d{6}Z\.\d+", torn.name)
 
 
@@ -135,7 +135,7 @@ def test_a_signal_in_the_middle_leaves_the_checkpoint_before(own: Mount, number:
         assert program.wait(TIMEOUT_S) == -number
         last = last_saved(program)
     check_what_is_left(own, path, last=last)
-    assert own.status().partials[0].killed_by == signal.Signals(number).name
+    assert own.status().quarantined[0].killed_by == signal.Signals(number).name
 
 
 def test_the_oom_killer_in_the_middle_leaves_the_checkpoint_before(own: Mount) -> None:

@@ -480,9 +480,9 @@ def test_who_writes_when_everything_dies_has_not_finished(mount: Mount) -> None:
     assert (mount.root / "step.pt").read_bytes() == good
     assert (mount.root / "closed.pt").read_bytes() == good
     assert (mount.root / "file").read_bytes() == torn
-    aside = mount.root / ".fpfs/partial"
-    assert [(aside / name).read_bytes() for name in os.listdir(aside)] == [torn, torn]
-    assert {partial.killed_by for partial in mount.status().partials} == {"the end of the mount"}
+    quarantine = mount.root / ".fpfs/partial"
+    assert [(quarantine / name).read_bytes() for name in os.listdir(quarantine)] == [torn, torn]
+    assert {save.killed_by for save in mount.status().quarantined} == {"the end of the mount"}
 
 
 def test_servers_that_cannot_start_are_given_up(mount: Mount) -> None:

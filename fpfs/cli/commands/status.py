@@ -240,12 +240,12 @@ def _show_devices(console: Console, devices: Sequence[DeviceStatus]) -> None:
 
 def _show_unfinished(console: Console, found: Status) -> None:
     """Tell of what killed writers left, and of groups that are not committed."""
-    for partial in found.partials:
+    for save in found.quarantined:
         say(
             console,
-            f"killed: the writer of {partial.path} ({partial.killed_by},"
-            f" {_when(partial.time_unix_s)});"
-            f" its {format_size(partial.size)} are .fpfs/partial/{partial.name}",
+            f"killed: the writer of {save.path} ({save.killed_by},"
+            f" {_when(save.time_unix_s)});"
+            f" its {format_size(save.size)} are .fpfs/partial/{save.name}",
         )
     for group in found.uncommitted:
         when = _when(group.time_unix_s)

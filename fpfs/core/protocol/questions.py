@@ -35,7 +35,7 @@ from fpfs.core.protocol.reports import (
 )
 from fpfs.core.protocol.trace import TraceBegun, TraceRead
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 INODES_MAX = 1000
 """Inodes that one question may be about."""

@@ -418,7 +418,7 @@ class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
     objects_removed: int | None = 0
 
 
-class PartialStatus(msgspec.Struct, kw_only=True, frozen=True):
+class QuarantinedStatus(msgspec.Struct, kw_only=True, frozen=True):
     """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
 
     path: str
@@ -457,7 +457,7 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     devices: tuple[DeviceStatus, ...]
     staging: StagingStatus
     commit: CommitStatus
-    partials: tuple[PartialStatus, ...]
+    quarantined: tuple[QuarantinedStatus, ...]
     uncommitted: tuple[UncommittedStatus, ...]
     catalog: CatalogStatus
     recovery: RecoveryStatus

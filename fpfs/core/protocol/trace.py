@@ -20,7 +20,7 @@ class TraceState(enum.StrEnum):
     CLOSED = "closed"
     """It is closed, and not durable yet."""
     DURABLE = "durable"
-    SET_ASIDE = "set aside"
+    QUARANTINED = "quarantined"
     """Its writer was killed: what it wrote is in .fpfs/partial."""
     NOT_KEPT = "not kept"
     """Its bytes could be kept on no device, or the catalog failed."""
@@ -28,7 +28,7 @@ class TraceState(enum.StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether nothing more happens to the save."""
-        return self in (TraceState.DURABLE, TraceState.SET_ASIDE, TraceState.NOT_KEPT)
+        return self in (TraceState.DURABLE, TraceState.QUARANTINED, TraceState.NOT_KEPT)
 
 
 class EventKind(enum.IntEnum):

@@ -33,7 +33,7 @@ class StepKind(enum.StrEnum):
     """All its chunks are written, and their objects flushed."""
     TRANSACTION = "transaction"
     """The catalog makes it current."""
-    SET_ASIDE = "set aside"
+    QUARANTINED = "quarantined"
     """The catalog stores it as what a killed writer left."""
     LOG_FLUSH = "log flush"
     """The catalog's log is flushed, which makes it durable."""

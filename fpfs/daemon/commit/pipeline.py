@@ -650,7 +650,7 @@ class Commit:
             self._now_current(version, began_ns)
             await self._follow(changed)
         else:
-            self.steps.add(StepKind.SET_ASIDE, entry.inode.ino, began_ns)
+            self.steps.add(StepKind.QUARANTINED, entry.inode.ino, began_ns)
             await self._quarantine.settle(quarantined)
 
     def _version(self, entry: _Entry) -> Version:

@@ -44,7 +44,7 @@ from fpfs.core.protocol.reports import (
 from fpfs.core.threads import run_alone
 from fpfs.daemon.catalog.rows.groups import Uncommitted
 from fpfs.daemon.catalog.rows.objects import held_by_device
-from fpfs.daemon.catalog.rows.quarantine import Partial, list_partials
+from fpfs.daemon.catalog.rows.quarantine import QuarantinedSave, list_quarantined
 from fpfs.daemon.catalog.rows.queries import may_list
 from fpfs.daemon.control.coalesce import Paced
 from fpfs.daemon.maintenance.scrub import Scrub
@@ -208,23 +208,23 @@ class ControlledServer:
             devices=devices,
             staging=status.staging_status(statistics),
             commit=status.commit_status(self._commit.statistics()),
-            partials=status.partial_status(await self._partials()),
+            quarantined=status.quarantined_status(await self._quarantined()),
             uncommitted=status.uncommitted_status(await self._uncommitted()),
             catalog=catalog,
             recovery=self._recovery,
             channel=status.channel_counters(statistics),
         )
 
-    async def _partials(self) -> Sequence[Partial]:
+    async def _quarantined(self) -> Sequence[QuarantinedSave]:
         """What killed writers left. A catalog that cannot be read does not keep the rest back."""
         try:
-            return await self._catalog.read(list_partials)
+            return await self._catalog.read(list_quarantined)
         except OSError as error:
             _log.debug("what killed writers left cannot be told: %s", error)
             return ()
 
     async def _uncommitted(self) -> Sequence[Uncommitted]:
-        """Groups that are not committed, told as `_partials` are."""
+        """Groups that are not committed, told as `_quarantined` are."""
         try:
             return await self._groups.uncommitted()
         except OSError as error:

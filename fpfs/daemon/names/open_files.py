@@ -148,8 +148,8 @@ class Files:
         try:
             await self._inodes.load(inode)
             # What a killed writer left is not what one who comes after it is to see.
-            was_put_aside = await self._commit.wait_quarantined(inode)
-            if was_put_aside and flags & os.O_APPEND:
+            was_quarantined = await self._commit.wait_quarantined(inode)
+            if was_quarantined and flags & os.O_APPEND:
                 # The kernel appends at the end that it knows, and learns the size with the name.
                 raise StaleInode(f"inode {inode.ino} has another size than it had")
             if writable or flags & os.O_TRUNC:

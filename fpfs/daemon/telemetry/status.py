@@ -14,7 +14,7 @@ from fpfs.core.protocol.reports import (
     DeviceState,
     DeviceStatus,
     Failure,
-    PartialStatus,
+    QuarantinedStatus,
     StagingStatus,
     Status,
     UncommittedStatus,
@@ -22,7 +22,7 @@ from fpfs.core.protocol.reports import (
 from fpfs.core.statistics import DeviceStatistics, EngineStatistics
 from fpfs.daemon.catalog.replicas import CopyStatus, look_at
 from fpfs.daemon.catalog.rows.groups import Uncommitted
-from fpfs.daemon.catalog.rows.quarantine import Partial
+from fpfs.daemon.catalog.rows.quarantine import QuarantinedSave
 from fpfs.daemon.commit.pipeline import CommitFailure, CommitStatistics
 from fpfs.daemon.commit.quarantine import signal_name
 from fpfs.daemon.devices.members import Member
@@ -137,10 +137,10 @@ def commit_status(statistics: CommitStatistics) -> CommitStatus:
     )
 
 
-def partial_status(found: Sequence[Partial]) -> tuple[PartialStatus, ...]:
+def quarantined_status(found: Sequence[QuarantinedSave]) -> tuple[QuarantinedStatus, ...]:
     """What killed writers left. Bytes that are no text are shown as escapes."""
     return tuple(
-        PartialStatus(
+        QuarantinedStatus(
             path=entry.path.decode(errors="backslashreplace"),
             name=entry.name.decode(errors="backslashreplace"),
             killed_by=signal_name(entry.killed_by),
@@ -185,7 +185,7 @@ def without_names(status: Status) -> Status:
     """A status for those who may not see every file: without what names files."""
     return msgspec.structs.replace(
         status,
-        partials=(),
+        quarantined=(),
         uncommitted=(),
         commit=msgspec.structs.replace(status.commit, failures=()),
     )

@@ -194,8 +194,8 @@ class Tracing:
             return TraceState.CLOSED
         if any(failure.ino == ino for failure in self._commit.statistics().failures):
             return TraceState.NOT_KEPT
-        if self._commit.steps.last is StepKind.SET_ASIDE:
-            return TraceState.SET_ASIDE
+        if self._commit.steps.last is StepKind.QUARANTINED:
+            return TraceState.QUARANTINED
         return TraceState.DURABLE
 
     def _stop(self) -> None:

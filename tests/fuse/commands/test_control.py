@@ -70,7 +70,10 @@ def ask_line(mount: Mount, line: bytes) -> dict[str, object]:
         (b"[]\n", "the request cannot be read"),
         (b'{"verb": "format"}\n', "the request cannot be read"),
         (b'{"verb": "wait", "ino": "one"}\n', "the request cannot be read"),
-        (b'{"verb": "status", "version": 99}\n', "the server speaks version 2, not 99"),
+        (
+            b'{"verb": "status", "version": 99}\n',
+            f"the server speaks version {PROTOCOL_VERSION}, not 99",
+        ),
         (b"x" * 100_000, "the request is too long"),
     ],
 )

@@ -194,7 +194,7 @@ def test_what_others_are_told_names_no_files(mount: Mount) -> None:
     check_fpfs("flush", mount.root, module="fpfs.cli.ctl")
     (owners,) = ask_as(("env",), mount, {"verb": "status"})
     (others,) = ask_as(NOBODY, mount, {"verb": "status"})
-    assert [each["path"] for each in owners["result"]["partials"]] == ["secret/model.pt"]
+    assert [each["path"] for each in owners["result"]["quarantined"]] == ["secret/model.pt"]
     assert "model.pt" not in json.dumps(others)
     assert others["result"]["server_pid"] == mount.server_pid
 

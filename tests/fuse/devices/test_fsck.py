@@ -389,13 +389,13 @@ def test_damage_under_a_mounted_filesystem_is_found() -> None:
         block = blocks_of(mount, mount.root / "large")[3]
         gone = blocks_of(mount, mount.root / "folder" / "other")[0]
         flip(block.path, block.offset)
-        gone.path.rename(gone.path.with_name("aside"))
+        gone.path.rename(gone.path.with_name("elsewhere"))
         done = fsck("--data", "--json", mount.root, command="ctl")
         assert done.returncode == 4
         found = {(each["kind"], each["path"]) for each in json.loads(done.stdout)["findings"]}
         assert ("lost", "folder/other") in found
         assert found & {("damaged", "large"), ("damaged", "folder/link")}
-        gone.path.with_name("aside").rename(gone.path)
+        gone.path.with_name("elsewhere").rename(gone.path)
 
 
 def test_a_server_that_is_killed_meanwhile_does_not_matter(mount_kept: Mount) -> None:
@@ -441,8 +441,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def aside_set() -> Iterator[DeviceSet]:
-    """A filesystem with former versions, a partial, and groups in all states."""
+def history_set() -> Iterator[DeviceSet]:
+    """A filesystem with former versions, a quarantined save, and groups in all states."""
     with mounted(devices=2) as mount:
         mount.expect_log("the writer of model.pt was cut off by SIGKILL")
         root = mount.root
@@ -474,15 +474,15 @@ def aside_set() -> Iterator[DeviceSet]:
 
 
 @pytest.fixture
-def aside(aside_set: DeviceSet) -> DeviceSet:
-    aside_set.restore()
-    return aside_set
+def history(history_set: DeviceSet) -> DeviceSet:
+    history_set.restore()
+    return history_set
 
 
-def test_what_is_kept_beside_the_files_is_sound(aside: DeviceSet) -> None:
+def test_what_is_kept_beside_the_files_is_sound(history: DeviceSet) -> None:
     for table in ("former", "partials", "groups", "group_members", "shares"):
-        assert aside.query(f"SELECT count(*) FROM {table}") != [(0,)], table
-    report = check(aside, data=True)
+        assert history.query(f"SELECT count(*) FROM {table}") != [(0,)], table
+    report = check(history, data=True)
     assert (report.findings, report.notes, report.exit_status) == ((), (), 0)
 
 
@@ -512,12 +512,12 @@ def leave_a_policy(devices: DeviceSet) -> None:
     ],
 )
 def test_what_is_kept_beside_the_files_is_repaired(
-    aside: DeviceSet, damage: Callable[[DeviceSet], None]
+    history: DeviceSet, damage: Callable[[DeviceSet], None]
 ) -> None:
-    damage(aside)
-    assert check(aside).exit_status == 4
-    assert check(aside, repair=True).exit_status == 1
-    again = check(aside, data=True)
+    damage(history)
+    assert check(history).exit_status == 4
+    assert check(history, repair=True).exit_status == 1
+    again = check(history, data=True)
     assert (again.findings, again.exit_status) == ((), 0)
 
 

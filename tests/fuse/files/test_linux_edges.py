@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 @pytest.fixture
-def aside(mount: Mount) -> Iterator[Path]:
+def quarantine(mount: Mount) -> Iterator[Path]:
     """The folder of what was quarantined."""
     mount.allow_log(KILLED)
     folder = mount.root / ".fpfs/partial"
@@ -36,7 +36,7 @@ def aside(mount: Mount) -> Iterator[Path]:
         path.unlink()
 
 
-def partials(mount: Mount) -> list[bytes]:
+def quarantined(mount: Mount) -> list[bytes]:
     """What killed writers left, when that is known."""
     mount.flush()
     return [path.read_bytes() for path in (mount.root / ".fpfs/partial").iterdir()]
@@ -88,7 +88,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("flags", [Flag.NONE, Flag.ASYNC])
 @pytest.mark.parametrize("setup", [Setup.NONE, Setup.SQPOLL])
 def test_a_writer_that_is_killed_and_wrote_by_io_uring(
-    mount: Mount, aside: Path, directory: Path, flags: Flag, setup: Setup
+    mount: Mount, quarantine: Path, directory: Path, flags: Flag, setup: Setup
 ) -> None:
     """Its writes came from threads that the kernel made for it: they count as its own."""
     path = directory / "step.pt"
@@ -97,13 +97,13 @@ def test_a_writer_that_is_killed_and_wrote_by_io_uring(
         expect_line(child, "ready")
         child.kill()
         assert child.wait() == -signal.SIGKILL
-    assert partials(mount) == [b"torn"]
+    assert quarantined(mount) == [b"torn"]
     assert_same(path.read_bytes(), GOOD)
     with python_child(URING_WRITER, path, flags, setup) as child:
         expect_line(child, "ready")
         tell(child)
         assert child.wait() == 0
-    assert partials(mount) == [b"torn"]
+    assert quarantined(mount) == [b"torn"]
     assert path.read_bytes() == b"torn"
 
 
@@ -141,7 +141,7 @@ def test_a_killed_writer_of_a_file_without_a_descriptor_counts_as_ended(
     with python_child(WITHOUT_DESCRIPTOR, path) as child:
         assert child.wait() == -signal.SIGKILL
     check_fpfs("wait", path, module="fpfs.cli.ctl")  # for the kernel's thread
-    assert partials(mount) == []
+    assert quarantined(mount) == []
     assert path.read_bytes() == b"torn"
 
 
@@ -179,7 +179,7 @@ def sent(path: Path, address: Path, way: str) -> Iterator[tuple[Popen[str], sock
     ("way", "current"), [("keeps", GOOD), ("closes", b"begun")], ids=["keeps", "closes"]
 )
 def test_a_writer_that_is_killed_while_a_socket_holds_its_file(
-    mount: Mount, aside: Path, directory: Path, tmp_path: Path, way: str, current: bytes
+    mount: Mount, quarantine: Path, directory: Path, tmp_path: Path, way: str, current: bytes
 ) -> None:
     """What it closed is finished; the file is released when the socket goes, by the kernel."""
     path = directory / "step.pt"
@@ -187,7 +187,7 @@ def test_a_writer_that_is_killed_while_a_socket_holds_its_file(
     with sent(path, tmp_path / "socket", way) as (child, _connection):
         child.kill()
         assert child.wait() == -signal.SIGKILL
-    assert partials(mount) == ([b"begun"] if way == "keeps" else [])
+    assert quarantined(mount) == ([b"begun"] if way == "keeps" else [])
     assert_same(path.read_bytes(), current)
 
 
@@ -204,7 +204,7 @@ def test_a_file_that_outlives_its_writer_in_a_socket(
         _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
         os.write(fd, b" and ended")
         os.close(fd)
-    assert partials(mount) == []
+    assert quarantined(mount) == []
     assert path.read_bytes() == b"begun and ended"
 
 
@@ -308,12 +308,12 @@ def test_a_limit_on_the_size_of_files(target: Target, directory: Path) -> None:
     assert path.read_bytes() == bytes(1_000_000)
 
 
-def test_a_writer_that_dies_of_its_limit(mount: Mount, aside: Path, directory: Path) -> None:
+def test_a_writer_that_dies_of_its_limit(mount: Mount, quarantine: Path, directory: Path) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
     with python_child(LIMITED, path, "dies") as child:
         assert child.wait(timeout=60) == -signal.SIGXFSZ
-    assert partials(mount) == [bytes(1_000_000)]
+    assert quarantined(mount) == [bytes(1_000_000)]
     assert_same(path.read_bytes(), GOOD)
 
 

@@ -264,5 +264,5 @@ def test_who_writes_when_the_mount_ends_has_not_finished(tmp_path: Path) -> None
         assert sorted(os.listdir(mount.root)) == ["step.pt", "train.log"]
         assert (mount.root / "step.pt").read_bytes() == good
         assert (mount.root / "train.log").read_bytes() == torn
-        aside = mount.root / ".fpfs/partial"
-        assert [(aside / name).read_bytes() for name in os.listdir(aside)] == [torn, torn]
+        quarantine = mount.root / ".fpfs/partial"
+        assert [(quarantine / name).read_bytes() for name in os.listdir(quarantine)] == [torn, torn]

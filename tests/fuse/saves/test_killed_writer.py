@@ -57,7 +57,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def aside(mount: Mount) -> Iterator[Path]:
+def quarantine(mount: Mount) -> Iterator[Path]:
     """The folder of what was quarantined."""
     mount.allow_log(KILLED)
     folder = mount.root / ".fpfs/partial"
@@ -85,7 +85,7 @@ def the_only(folder: Path) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
 def test_the_checkpoint_before_stays(
-    mount: Mount, aside: Path, directory: Path, source: Path, number: int
+    mount: Mount, quarantine: Path, directory: Path, source: Path, number: int
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -100,7 +100,7 @@ def test_the_checkpoint_before_stays(
         before.st_mode,
         before.st_mtime_ns,
     )
-    torn = the_only(aside)
+    torn = the_only(quarantine)
     assert_same(torn.read_bytes(), TORN)
     assert re.fullmatch(r"step\.pt\.\d{8}T\d{6}Z\.\d+", torn.name)
     assert torn.stat().st_mode == before.st_mode
@@ -110,7 +110,7 @@ def test_the_checkpoint_before_stays(
 
 @pytest.mark.parametrize("suffix", ["pt", "pth", "ckpt", "bin", "safetensors", "distcp"])
 def test_a_new_checkpoint_that_was_never_finished_is_none(
-    mount: Mount, aside: Path, directory: Path, source: Path, suffix: str
+    mount: Mount, quarantine: Path, directory: Path, source: Path, suffix: str
 ) -> None:
     path = directory / f"step.{suffix}"
     kill_in_the_middle(path, source)
@@ -120,20 +120,22 @@ def test_a_new_checkpoint_that_was_never_finished_is_none(
     with pytest.raises(FileNotFoundError):
         path.read_bytes()
     assert not path.exists()
-    assert_same(the_only(aside).read_bytes(), TORN)
-    assert the_only(aside).stat().st_nlink == 1
+    assert_same(the_only(quarantine).read_bytes(), TORN)
+    assert the_only(quarantine).stat().st_nlink == 1
     path.write_bytes(GOOD)
     assert_same(path.read_bytes(), GOOD)
 
 
-def test_a_name_that_is_no_text(mount: Mount, aside: Path, directory: Path, source: Path) -> None:
+def test_a_name_that_is_no_text(
+    mount: Mount, quarantine: Path, directory: Path, source: Path
+) -> None:
     """It is told with escapes: in the log, and by the tools."""
     kill_in_the_middle(directory / os.fsdecode(b"\xff\n\x1b[bold].pt"), source)
     mount.flush()
     told = [line for line in mount.log_text().splitlines() if "[bold].pt" in line]
     assert len(told) == 1
     assert "/\\xff\\x0a\\x1b[bold].pt was cut off by SIGKILL" in told[0]
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
     shown = run_fpfs("status", mount.root, module="fpfs.cli.ctl").stdout
     assert "/\\xff\\x0a\\x1b[bold].pt (SIGKILL, " in shown
 
@@ -141,7 +143,7 @@ def test_a_name_that_is_no_text(mount: Mount, aside: Path, directory: Path, sour
 @pytest.mark.parametrize("good", [GOOD, SMALL])
 @pytest.mark.parametrize("torn", [TORN, b"less"])
 def test_small_and_large_contents(
-    mount: Mount, aside: Path, directory: Path, source: Path, good: bytes, torn: bytes
+    mount: Mount, quarantine: Path, directory: Path, source: Path, good: bytes, torn: bytes
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(good)
@@ -149,12 +151,12 @@ def test_small_and_large_contents(
     kill_in_the_middle(path, source)
     mount.flush()
     assert path.read_bytes() == good
-    assert the_only(aside).read_bytes() == torn
+    assert the_only(quarantine).read_bytes() == torn
 
 
 @pytest.mark.parametrize("good", [GOOD, SMALL, None])
 def test_a_writer_killed_before_its_first_byte(
-    mount: Mount, aside: Path, directory: Path, source: Path, good: bytes | None
+    mount: Mount, quarantine: Path, directory: Path, source: Path, good: bytes | None
 ) -> None:
     path = directory / "step.pt"
     if good is not None:
@@ -166,16 +168,18 @@ def test_a_writer_killed_before_its_first_byte(
         assert os.listdir(directory) == []
     else:
         assert path.read_bytes() == good
-    assert the_only(aside).read_bytes() == b""
+    assert the_only(quarantine).read_bytes() == b""
 
 
-def test_other_names_follow_posix(mount: Mount, aside: Path, directory: Path, source: Path) -> None:
+def test_other_names_follow_posix(
+    mount: Mount, quarantine: Path, directory: Path, source: Path
+) -> None:
     path = directory / "train.log"
     path.write_bytes(GOOD)
     kill_in_the_middle(path, source)
     mount.flush()
     assert_same(path.read_bytes(), TORN)
-    assert list(aside.iterdir()) == []
+    assert list(quarantine.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,7 @@ def test_other_names_follow_posix(mount: Mount, aside: Path, directory: Path, so
 )
 @pytest.mark.parametrize("threads", [0, 3])
 def test_who_ends_or_closes_by_himself_is_not_killed(
-    mount: Mount, aside: Path, directory: Path, source: Path, end: str, threads: int
+    mount: Mount, quarantine: Path, directory: Path, source: Path, end: str, threads: int
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -199,11 +203,11 @@ os.write(fd, source)
         child.wait()
     mount.flush()
     assert_same(path.read_bytes(), TORN)
-    assert list(aside.iterdir()) == []
+    assert list(quarantine.iterdir()) == []
 
 
 def test_the_writer_s_threads_die_with_it(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -219,7 +223,7 @@ signal.pause()
     kill_in_the_middle(path, source, code)
     mount.flush()
     assert_same(path.read_bytes(), GOOD)
-    assert_same(the_only(aside).read_bytes(), TORN * 4)
+    assert_same(the_only(quarantine).read_bytes(), TORN * 4)
 
 
 FORKS = (
@@ -238,7 +242,7 @@ if child == 0:
 
 
 def test_a_child_that_holds_the_file_does_not_finish_it(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     """A data loader's worker inherits the descriptor; it outlives its killed parent."""
     path = directory / "step.pt"
@@ -252,11 +256,11 @@ def test_a_child_that_holds_the_file_does_not_finish_it(
         assert writer.stdout.readline() == ""  # the child has ended
         mount.flush()
         assert_same(path.read_bytes(), GOOD)
-        assert_same(the_only(aside).read_bytes(), TORN)
+        assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_a_killed_child_that_wrote_nothing_spoils_nothing(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -270,11 +274,11 @@ done("parent")
         writer.wait()
     mount.flush()
     assert_same(path.read_bytes(), TORN)
-    assert list(aside.iterdir()) == []
+    assert list(quarantine.iterdir()) == []
 
 
 def test_what_was_synced_is_current(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -292,7 +296,7 @@ signal.pause()
     assert_same(path.read_bytes(), TORN)
     expected = bytearray(TORN * 2)
     expected[70_000:70_004] = b"torn"
-    assert_same(the_only(aside).read_bytes(), bytes(expected))
+    assert_same(the_only(quarantine).read_bytes(), bytes(expected))
 
 
 # In one go, so that blocks of both contents lie in one object.
@@ -358,24 +362,24 @@ def test_a_rewrite_in_place_shares_blocks_that_stay(
         assert mount.stored_bytes() == 0
 
 
-def test_a_content_that_was_put_aside_can_be_taken(
-    mount: Mount, aside: Path, directory: Path, source: Path
+def test_a_quarantined_save_can_be_taken(
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
     kill_in_the_middle(path, source)
     mount.flush()
-    os.rename(the_only(aside), path)
+    os.rename(the_only(quarantine), path)
     assert_same(path.read_bytes(), TORN)
     with path.open("r+b") as changed:
         changed.write(b"mine")
     mount.flush()
     assert_same(path.read_bytes(), b"mine" + TORN[4:])
-    assert mount.status().partials == ()
+    assert mount.status().quarantined == ()
 
 
 def test_the_last_one_of_a_path_is_kept(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path, other = directory / "step.pt", directory / "other.pt"
     path.write_bytes(GOOD)
@@ -383,20 +387,20 @@ def test_the_last_one_of_a_path_is_kept(
         source.write_bytes(TORN[turn:])
         kill_in_the_middle(path, source)
         mount.flush()
-        assert_same(the_only(aside).read_bytes(), TORN[turn:])
+        assert_same(the_only(quarantine).read_bytes(), TORN[turn:])
     kill_in_the_middle(other, source)
     mount.flush()
-    assert len(list(aside.iterdir())) == 2
-    found = mount.status().partials
+    assert len(list(quarantine.iterdir())) == 2
+    found = mount.status().quarantined
     assert [(p.path, p.killed_by) for p in found] == [
         (f"{directory.name}/step.pt", "SIGKILL"),
         (f"{directory.name}/other.pt", "SIGKILL"),
     ]
-    assert {p.name for p in found} == set(os.listdir(aside))
+    assert {p.name for p in found} == set(os.listdir(quarantine))
 
 
 def test_who_opens_it_next_finds_what_was_before(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     for turn in range(20):
@@ -408,10 +412,12 @@ def test_who_opens_it_next_finds_what_was_before(
             opened.write(b"%04d" % turn)
         assert_same(path.read_bytes(), b"%04d" % turn + GOOD[4:])
     mount.flush()
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
-def test_hard_links_show_the_same(mount: Mount, aside: Path, directory: Path, source: Path) -> None:
+def test_hard_links_show_the_same(
+    mount: Mount, quarantine: Path, directory: Path, source: Path
+) -> None:
     """The content is that of all names; one of them that is to be whole is enough."""
     path, link = directory / "step.pt", directory / "latest"
     path.write_bytes(GOOD)
@@ -421,11 +427,11 @@ def test_hard_links_show_the_same(mount: Mount, aside: Path, directory: Path, so
     assert_same(path.read_bytes(), GOOD)
     assert_same(link.read_bytes(), GOOD)
     assert path.stat().st_nlink == 2
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_readers_come_to_see_what_was_before(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -439,7 +445,7 @@ def test_readers_come_to_see_what_was_before(
 
 
 def test_extended_attributes_are_those_of_both(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -447,7 +453,7 @@ def test_extended_attributes_are_those_of_both(
     kill_in_the_middle(path, source)
     mount.flush()
     assert os.getxattr(path, "user.step") == b"100"
-    assert os.getxattr(the_only(aside), "user.step") == b"100"
+    assert os.getxattr(the_only(quarantine), "user.step") == b"100"
 
 
 def test_after_a_crash_and_a_remount(source: Path) -> None:
@@ -461,7 +467,7 @@ def test_after_a_crash_and_a_remount(source: Path) -> None:
             again()
             assert_same(path.read_bytes(), GOOD)
             assert_same(the_only(mount.root / ".fpfs/partial").read_bytes(), TORN)
-            assert [p.path for p in mount.status().partials] == ["step.pt"]
+            assert [p.path for p in mount.status().quarantined] == ["step.pt"]
 
 
 def test_names_can_be_chosen(source: Path) -> None:
@@ -480,12 +486,12 @@ def test_names_can_be_chosen(source: Path) -> None:
         assert_same((mount.root / "a.pt").read_bytes(), TORN)
 
 
-def test_the_folder_itself(mount: Mount, aside: Path) -> None:
+def test_the_folder_itself(mount: Mount, quarantine: Path) -> None:
     root = mount.root
     own = root / ".fpfs"
     assert ".fpfs" not in os.listdir(root)
     assert sorted(os.listdir(own)) == ["partial", "uncommitted", "versions"]
-    assert stat.S_IMODE(aside.stat().st_mode) == 0o1777
+    assert stat.S_IMODE(quarantine.stat().st_mode) == 0o1777
     for attempt in (
         lambda: own.rename(root / "other"),
         lambda: (own / "partial").rename(root / "other"),
@@ -504,7 +510,7 @@ def test_the_folder_itself(mount: Mount, aside: Path) -> None:
 
 
 def test_who_makes_it_next_makes_a_new_file(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     """The kernel still knows the name that was removed behind its back."""
     path = directory / "step.pt"
@@ -516,11 +522,11 @@ def test_who_makes_it_next_makes_a_new_file(
         assert_same(path.read_bytes(), content)
         path.unlink()
     mount.flush()
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_who_syncs_it_next_is_no_killed_writer(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -532,11 +538,11 @@ def test_who_syncs_it_next_is_no_killed_writer(
         opened.write(b"more")
     mount.flush()
     assert_same(path.read_bytes(), b"minemore" + GOOD[8:])
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_who_reads_or_cuts_it_next_finds_none(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     for _ in range(10):
@@ -547,11 +553,11 @@ def test_who_reads_or_cuts_it_next_finds_none(
         with pytest.raises(FileNotFoundError):
             os.truncate(path, 1)
     mount.flush()
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_who_reads_it_next_finds_what_was_before(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     path = directory / "step.pt"
     path.write_bytes(GOOD)
@@ -562,7 +568,7 @@ def test_who_reads_it_next_finds_what_was_before(
 
 
 def test_an_empty_file_that_was_closed_is_a_file(
-    mount: Mount, aside: Path, directory: Path, source: Path
+    mount: Mount, quarantine: Path, directory: Path, source: Path
 ) -> None:
     """Also when it is made in two steps, or only synced."""
     path = directory / "step.pt"
@@ -607,7 +613,7 @@ signal.pause()
 
 @pytest.mark.parametrize("good", [GOOD, SMALL])
 def test_who_appends_next_appends_to_what_was_before(
-    mount: Mount, aside: Path, directory: Path, source: Path, good: bytes
+    mount: Mount, quarantine: Path, directory: Path, source: Path, good: bytes
 ) -> None:
     """The kernel knows the size that the killed writer left."""
     path = directory / "step.pt"
@@ -619,7 +625,7 @@ def test_who_appends_next_appends_to_what_was_before(
         os.close(fd)
         assert_same(path.read_bytes(), good + b"more")
     mount.flush()
-    assert_same(the_only(aside).read_bytes(), TORN)
+    assert_same(the_only(quarantine).read_bytes(), TORN)
 
 
 def test_other_names_keep_versions(mount: Mount, directory: Path, source: Path) -> None:

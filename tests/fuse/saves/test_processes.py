@@ -58,7 +58,7 @@ def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
         yield opened
 
 
-def partials(mount: Mount) -> list[bytes]:
+def quarantined(mount: Mount) -> list[bytes]:
     """What killed writers left, when that is known."""
     mount.flush()
     return [path.read_bytes() for path in (mount.root / ".fpfs/partial").iterdir()]
@@ -77,7 +77,7 @@ def test_an_exec_with_an_open_file(mount: Mount, folder: Path, way: str) -> None
     path = folder / "step.pt"
     path.write_bytes(b"before")
     assert run_writer(OPENED + EXECS[way], path) == 0
-    assert partials(mount) == []
+    assert quarantined(mount) == []
     assert {each.read_bytes() for each in folder.iterdir()} == {b"whole"}
     wait_at_rest(mount)
 
@@ -92,7 +92,7 @@ def test_an_exec_beside_a_file_that_nothing_was_written_to(
     path = folder / "step.pt"
     path.write_bytes(b"before")
     assert run_writer(OPENED.replace(", buffering=0", "") + EXECS[way], path) == 0
-    assert partials(mount) == []
+    assert quarantined(mount) == []
     assert path.read_bytes() == b"whole"
     wait_at_rest(mount)
 
@@ -108,7 +108,7 @@ def test_a_file_that_outlives_an_exec_is_its_writer_s(mount: Mount, folder: Path
         expect_line(child, "ready")  # cat says it
         child.kill()
         assert child.wait(timeout=DEADLINE_S) == -signal.SIGKILL
-    assert partials(mount) == [b"whole"]
+    assert quarantined(mount) == [b"whole"]
     assert path.read_bytes() == b"before"
 
 
@@ -123,7 +123,7 @@ def test_a_writer_that_is_killed_while_it_is_stopped(
         with stopped(child.pid):
             child.kill()
         assert child.wait(timeout=DEADLINE_S) == -signal.SIGKILL
-    assert partials(mount) == [b"whole"]
+    assert quarantined(mount) == [b"whole"]
     assert path.read_bytes() == b"before"
 
 
@@ -139,7 +139,7 @@ def test_writers_in_a_pid_namespace(mount: Mount, folder: Path) -> None:
     dies = f"import os\nif os.fork() == 0:\n{textwrap.indent(OPENED, '    ')}\n"
     dies += "    os.kill(os.getpid(), signal.SIGKILL)\nos.wait()\n"
     assert run_writer(dies, killed, prefix=prefix) == 0
-    assert partials(mount) == [b"whole"]
+    assert quarantined(mount) == [b"whole"]
     assert killed.read_bytes() == b"before"
     assert ended.read_bytes() == b"whole"
 
@@ -202,7 +202,7 @@ def test_a_number_that_another_process_gets(mount: Mount, folder: Path) -> None:
         check=True,
     )
     assert int(done.stdout) > 0, "no number was used again"
-    assert partials(mount) == [b"whole"] * 10
+    assert quarantined(mount) == [b"whole"] * 10
     found = [(folder / f"{turn}.pt").read_bytes() for turn in range(20)]
     assert found == [b"before", b"whole"] * 10
 
@@ -236,7 +236,7 @@ for turn in range({FORKS}):
 """
     assert run_writer(code, folder) == 0
     killed = [end for end, whole in ends.items() if not whole]
-    assert partials(mount) == [b"whole"] * (FORKS // len(ends) * len(killed))
+    assert quarantined(mount) == [b"whole"] * (FORKS // len(ends) * len(killed))
     expected = {f"{turn}.{list(ends)[turn % len(ends)]}.pt" for turn in range(FORKS)}
     expected = {name for name in expected if name.split(".")[1] not in killed}
     assert set(os.listdir(folder)) == expected

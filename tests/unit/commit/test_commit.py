@@ -656,8 +656,8 @@ async def test_what_was_closed_becomes_current_although_the_next_writer_is_kille
         mount.engine.let_drains_go()
         await mount.commit.make_names_durable()
         assert await mount.read_file("step.pt") == b"b" * LARGE
-        (aside,) = await mount.names(".fpfs/partial") - {".", ".."}
-        assert await mount.read_file(f".fpfs/partial/{aside}") == b"torn" + b"b" * (LARGE - 4)
+        (quarantined,) = await mount.names(".fpfs/partial") - {".", ".."}
+        assert await mount.read_file(f".fpfs/partial/{quarantined}") == b"torn" + b"b" * (LARGE - 4)
         assert mount.commit.statistics().failures == ()
 
 

@@ -13,7 +13,7 @@ import trio.testing
 
 from fpfs.core.engine import Left, LeftChanges, Part
 from fpfs.core.protocol.questions import PolicyChange
-from fpfs.daemon.catalog.rows.quarantine import list_noted, list_partials
+from fpfs.daemon.catalog.rows.quarantine import list_noted, list_quarantined
 from fpfs.daemon.commit.pipeline import Commit
 from fpfs.daemon.commit.quarantine import ABANDONED
 from fpfs.daemon.inodes.table import Inode
@@ -69,7 +69,7 @@ class Arena(MemoryEngine):
 )
 @pytest.mark.parametrize("is_successor", [False, True])
 @trio.testing.trio_test
-async def test_what_was_put_aside_is_not_taken_over_again(
+async def test_what_was_quarantined_is_not_taken_over_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sequence: int,
@@ -87,8 +87,8 @@ async def test_what_was_put_aside_is_not_taken_over_again(
             (what, ino)
         ]
         assert await mount.catalog.read(list_noted) == {}
-        (partial,) = await mount.catalog.read(list_partials)
-        assert (partial.path, partial.size) == (b"step.pt", len(TORN))
+        (save,) = await mount.catalog.read(list_quarantined)
+        assert (save.path, save.size) == (b"step.pt", len(TORN))
         assert await mount.read_file("step.pt") == GOOD
 
 

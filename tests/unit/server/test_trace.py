@@ -167,7 +167,7 @@ async def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
         mount.engine.write(handle, 0, b"later")
         mount.namespace.files.release(handle, killed_by=signal.SIGKILL)
         await mount.commit.make_names_durable()
-        assert (await read(made, trace)).state is TraceState.SET_ASIDE
+        assert (await read(made, trace)).state is TraceState.QUARANTINED
 
 
 @trio.testing.trio_test

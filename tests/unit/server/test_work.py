@@ -137,7 +137,7 @@ async def work_of_rolling_back(folder: Path, count: int) -> int:
         done = group_undo.roll_back(
             Transaction(connection), group=group.ino, changed=(), now_ns=time.time_ns()
         )
-    assert done.aside
+    assert done.displaced
     return steps.count
 
 

@@ -112,13 +112,13 @@ def _is_unnamed(transaction: Transaction, ino: int) -> bool:
 class RolledBack(NamedTuple):
     """A group that is as it was at its last commit point.
 
-    What was written since is `aside`, in a directory of `.fpfs/uncommitted` (0, without `name`:
+    What was written since is in `displaced`, a directory of `.fpfs/uncommitted` (0, without `name`:
     there was nothing); `inos` are the inodes in it. `nlinks` are the new counts of names of inodes.
     """
 
     path: bytes
     name: bytes
-    aside: int
+    displaced: int
     inos: frozenset[int]
     nlinks: dict[int, int]
 
@@ -145,7 +145,7 @@ class _RollBack:
         self._changed = changed
         self._now_ns = now_ns
         self._path = path_of(transaction, group)
-        self._asides: dict[int, int] = {}
+        self._counterparts: dict[int, int] = {}
         """By directory of the group: the one that has what was displaced there."""
         self._name = b""
         self._formers = self._list_formers()
@@ -190,9 +190,10 @@ class _RollBack:
         self._settle_former_versions(rows)
         nlinks = self._count_names()
         begin(transaction, self._group)
-        aside = self._asides.get(self._group, 0)
-        inos = frozenset(entry.ino for entry in walk(transaction, aside)) if aside else frozenset()
-        return RolledBack(self._path, self._name, aside, inos, nlinks)
+        displaced = self._counterparts.get(self._group, 0)
+        entries = walk(transaction, displaced) if displaced else ()
+        inos = frozenset(entry.ino for entry in entries)
+        return RolledBack(self._path, self._name, displaced, inos, nlinks)
 
     def _displace(self, row: Entry) -> None:
         """Take out what a changed name is now."""
@@ -233,7 +234,7 @@ class _RollBack:
             prune(self._transaction, parent, name, count=0)
 
     def _keep(self, entry: Entry) -> None:
-        """Put aside what has content of what was displaced."""
+        """Move what has content of what was displaced to `.fpfs/uncommitted`."""
         if entry.ino in self._put_back:
             return
         self._put_back.add(entry.ino)
@@ -255,11 +256,11 @@ class _RollBack:
             )
 
     def _counterpart(self, directory: int) -> int:
-        """Return the directory aside for what was displaced from one of the group."""
-        if directory in self._asides:
-            return self._asides[directory]
+        """Return where in `.fpfs/uncommitted` goes what was displaced from a directory."""
+        if directory in self._counterparts:
+            return self._counterparts[directory]
         if directory == self._group:
-            made = self._make_aside()
+            made = self._make_first_counterpart()
         else:
             above = parent_of(self._transaction, directory)
             (name,) = self._transaction.execute(
@@ -267,16 +268,16 @@ class _RollBack:
             ).fetchone()
             place = self._counterpart(above)
             made = self._make_directory(directory, place, self._free(place, name))
-        self._asides[directory] = made
+        self._counterparts[directory] = made
         return made
 
     def _free(self, directory: int, name: bytes) -> bytes:
-        """Return a name for what is put aside: several things may have had this one in turn."""
+        """Return a name for what was displaced: several things may have had this one in turn."""
         if look_up(self._transaction, directory, name) is None:
             return name
         return quarantine_name(name, self._transaction.take_number(), self._now_ns)
 
-    def _make_aside(self) -> int:
+    def _make_first_counterpart(self) -> int:
         name = self._path.rsplit(b"/", 1)[-1]
         self._name = quarantine_name(name, self._transaction.take_number(), self._now_ns)
         touch_directory(self._transaction, UNCOMMITTED_INO, self._now_ns)
@@ -297,7 +298,7 @@ class _RollBack:
     def _count_names(self) -> dict[int, int]:
         """Set the counts of names of all that was moved; returns them, by inode."""
         transaction = self._transaction
-        trees = [self._group, *([self._asides[self._group]] if self._asides else [])]
+        trees = [self._group, *([self._counterparts[self._group]] if self._counterparts else [])]
         entries = [entry for tree in trees for entry in walk(transaction, tree)]
         directories = {*trees, UNCOMMITTED_INO}
         directories.update(entry.ino for entry in entries if entry.type == DIRECTORY_TYPE)

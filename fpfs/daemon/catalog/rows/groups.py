@@ -7,7 +7,7 @@ the mount after a crash which directories somebody has said to be complete.
 
 Invariants:
   * A row of `groups` and the names that it is about change in one transaction.
-  * No group lies in another, and none in `.fpfs`, but those that were taken away (ASIDE).
+  * No group lies in another, and none in `.fpfs`, but those that were taken away (DISPLACED).
   * A group that was never committed (OPEN) is where it was made until a crash ends the mount. Then
     it goes to `.fpfs/uncommitted`, or altogether when nothing in it has content.
   * A group that was committed and has changed since (CHANGED) is taken back to what it was at its
@@ -51,7 +51,7 @@ class State(enum.IntEnum):
     """Made, and never committed."""
     COMMITTED = 1
     """As it was at its last commit point."""
-    ASIDE = 2
+    DISPLACED = 2
     """In `.fpfs/uncommitted`: what a crash found to be in no committed group."""
     CHANGED = CHANGED
     """Committed, and changed since."""
@@ -165,7 +165,7 @@ def commit_asked_for(
 
     Raises `InvalidOperation` for what is none.
     """
-    if state_of(transaction, ino) is State.ASIDE:
+    if state_of(transaction, ino) is State.DISPLACED:
         raise InvalidOperation("it was taken away by a crash: move it back, which commits it")
     if not _is_group(transaction, ino, policy_of):
         raise InvalidOperation("it is no group: commit=group has to hold in the directory above it")
@@ -236,7 +236,7 @@ def _take_away(
     touch_directory(transaction, UNCOMMITTED_INO, now_ns, nlink_change=1)
     transaction.execute(
         "UPDATE groups SET state = ?, path = ?, time_ns = ? WHERE ino = ?",
-        (State.ASIDE, path, now_ns, group),
+        (State.DISPLACED, path, now_ns, group),
     )
     return TakenAway(path, name, frozenset(entry.ino for entry in entries))
 
@@ -246,8 +246,8 @@ def _roll_back(
 ) -> TakenAway:
     done = changes.roll_back(transaction, group, changed=changed, now_ns=now_ns)
     _set_state(transaction, group, State.COMMITTED, now_ns=now_ns)
-    if done.aside:
-        _set_state(transaction, done.aside, State.ASIDE, now_ns=now_ns, path=done.path)
+    if done.displaced:
+        _set_state(transaction, done.displaced, State.DISPLACED, now_ns=now_ns, path=done.path)
     return TakenAway(done.path, done.name, done.inos, is_rolled_back=True, nlinks=done.nlinks)
 
 
@@ -276,7 +276,7 @@ def _is_group(transaction: Transaction, directory: int, policy_of: PolicyOf) -> 
     """Whether a directory is a group, or becomes one with its first commit point."""
     state = state_of(transaction, directory)
     if state is not None:
-        return state is not State.ASIDE
+        return state is not State.DISPLACED
     return directory != ROOT_INO and is_place(
         transaction, parent_of(transaction, directory), policy_of
     )

@@ -56,7 +56,7 @@ class Quarantined(NamedTuple):
     replaced: Sequence[int]
 
 
-class Partial(NamedTuple):
+class QuarantinedSave(NamedTuple):
     """A content that was quarantined. `path` is the one that it was written to."""
 
     ino: int
@@ -194,7 +194,7 @@ def quarantine_name(name: bytes, ino: int, now_ns: int) -> bytes:
     return name[: NAME_BYTES_MAX - len(suffix)] + suffix
 
 
-def list_partials(transaction: Transaction) -> list[Partial]:
+def list_quarantined(transaction: Transaction) -> list[QuarantinedSave]:
     """Return what is quarantined, the newest last."""
     rows = transaction.execute(
         "SELECT p.ino, p.path, n.name, p.killed_by, p.time_ns, i.size FROM partials p"
@@ -202,7 +202,7 @@ def list_partials(transaction: Transaction) -> list[Partial]:
         " ORDER BY p.time_ns",
         (PARTIAL_INO,),
     ).fetchall()
-    return [Partial._make(row) for row in rows]
+    return [QuarantinedSave._make(row) for row in rows]
 
 
 def list_noted(transaction: Transaction) -> dict[int, int]:
