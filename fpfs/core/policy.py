@@ -105,10 +105,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     which ones it may use, by number or tag (none: all). `depth` is how many chunks of a file may be
     on their way to each device (0: as many as the device's queue takes), `buffers` how many chunks
     of it may be staged for each device (0: as many as there is room for). `whole` are shell
-    patterns of names that never show what a killed writer left. `versions` is how many former
-    contents of each name are kept, `commit_marker` the name whose appearance by rename completes a
-    directory that commits as a group. `readahead_bytes` is what is read ahead of a sequential
-    reader, beyond what the kernel reads for the page cache (0: nothing).
+    patterns of all-or-nothing names, which never show what a killed writer left. `versions` is how
+    many former contents of each name are kept, `commit_marker` the name whose appearance by rename
+    completes a directory that commits as a group. `readahead_bytes` is what is read ahead of a
+    sequential reader, beyond what the kernel reads for the page cache (0: nothing).
     """
 
     width: int = 0
@@ -138,8 +138,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         """Return the text of a setting's value."""
         return KEYS[key].show(getattr(self, KEYS[key].field))
 
-    def is_whole(self, name: bytes) -> bool:
-        """Whether a name is to show whole contents only."""
+    def is_all_or_nothing(self, name: bytes) -> bool:
+        """Whether a name shows finished contents only."""
         text = os.fsdecode(name)
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self.whole)
 

@@ -47,7 +47,7 @@ counts from the next version of a file on: what is committed stays where it is.
 - commit_marker=NAME: the name whose appearance by rename says so (.metadata).
 - versions=N: how many former versions of each name are kept.
 - replace=whole|inplace: whether a content stays until the one that replaces it is whole.
-- whole=PATTERN:...|none: names that never show what a killed writer left.
+- whole=PATTERN:...|none: all-or-nothing names, which never show what a killed writer left.
 - readahead=SIZE|auto: how far ahead of a sequential reader the devices are read, 1M to 16M; auto
   leaves that to the kernel, which reads ahead for the page cache only.
 - reads=cached|direct: whether who only reads goes through the kernel's page cache.
@@ -188,7 +188,7 @@ def _explain(found: PolicyExplained) -> list[str]:
         where = f"{found.width} of the devices {devices}"
     rank = "" if found.rank is None else f", from the one that its rank {found.rank} counts to"
     lines = [f"its next version goes to {where}{rank}"]
-    if found.shows_whole:
+    if found.is_all_or_nothing:
         lines.append("its name never shows what a killed writer left")
     present = found.present
     if present is None:

@@ -176,7 +176,7 @@ class PolicyExplained(msgspec.Struct, kw_only=True, frozen=True):
     """What holds for a file, or would for one of this name.
 
     The next version of it goes to `width` of `devices`; `rank` is that in its name, if the policy
-    asks for one. `shows_whole` says whether the name never shows what a killed writer left.
+    asks for one. `is_all_or_nothing`: the name never shows what a killed writer left.
     `present` is what is there now, if anything is.
     """
 
@@ -184,7 +184,7 @@ class PolicyExplained(msgspec.Struct, kw_only=True, frozen=True):
     devices: tuple[int, ...]
     width: int
     rank: int | None
-    shows_whole: bool
+    is_all_or_nothing: bool
     present: PresentPlacement | None
 
 

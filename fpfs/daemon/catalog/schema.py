@@ -83,7 +83,7 @@ TABLES = (
         PRIMARY KEY (number, tag)) STRICT, WITHOUT ROWID""",
     # `parent` is the directory that holds a directory (0 for anything else). `layout` is where new
     # chunks of a regular file go, in MessagePack. `unfinished` is 1 from when a file is made under
-    # a name that shows whole contents only until it is closed; `kept` of a former version.
+    # an all-or-nothing name until it is closed; `kept` of a former version.
     # `version` is the number of the content that is current (0: none was committed since format 5).
     """CREATE TABLE inodes (
         ino INTEGER PRIMARY KEY, mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL,

@@ -16,9 +16,9 @@ Invariants:
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
   * A version holds nothing of a writer that came after its close: an open for writing waits until
     the drain of what was closed before has begun (`wait_drain_begun`).
-  * A version whose writer was killed does not become current where its name is one of those that
-    show whole contents only: it is quarantined (`rows.quarantine`), and the one before stays. Who
-    opens the file meanwhile waits until that is done (`wait_quarantined`).
+  * A version whose writer was killed does not become current under an all-or-nothing name: it is
+    quarantined (`rows.quarantine`), and the one before stays. Who opens the file meanwhile waits
+    until that is done (`wait_quarantined`).
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
 
@@ -374,8 +374,8 @@ class Commit:
     async def flush_all(self, *, written_to: bool = True) -> tuple[CommitFailure, ...]:
         """Commit everything, make it durable, give dead space back.
 
-        With `written_to` also what somebody is writing, as fsync does, but for names that show
-        whole contents only. Returns the files whose last version could not be kept.
+        With `written_to` also what somebody is writing, as fsync does, but for all-or-nothing
+        names. Returns the files whose last version could not be kept.
         """
         being_written = []
         for inode in self._inodes:
@@ -638,7 +638,9 @@ class Commit:
 
         def store(transaction: Transaction) -> tuple[Quarantined | None, int]:
             changed.clear()
-            stored = quarantine(transaction, version, is_whole=self._policies.is_whole)
+            stored = quarantine(
+                transaction, version, is_all_or_nothing=self._policies.is_all_or_nothing
+            )
             return stored or (None, self._make_current(transaction, version, changed))
 
         began_ns = time.monotonic_ns()
@@ -703,7 +705,7 @@ class Commit:
     async def _commit_open_in_time(self) -> None:
         """Commit from time to time what stays open and only becomes longer, such as logs.
 
-        Not what is rewritten, which is whole when it is closed, nor what shows whole contents only.
+        Not what is rewritten, which is whole when it is closed, nor all-or-nothing names.
         """
         while True:
             await trio.sleep(OPEN_COMMIT_S)
@@ -719,22 +721,22 @@ class Commit:
             )
 
     async def _enqueue_written(self, inodes: Sequence[Inode]) -> None:
-        """Queue what somebody is writing, but for names that show whole contents only."""
+        """Queue what somebody is writing, but for all-or-nothing names."""
         if not inodes:
             return
         inos = [inode.ino for inode in inodes]
 
-        def find_whole(transaction: Transaction) -> set[int]:
+        def find_all_or_nothing(transaction: Transaction) -> set[int]:
             return {
                 ino
                 for ino, names in list_names(transaction, inos).items()
-                if any(self._policies.is_whole(transaction, *name) for name in names)
+                if any(self._policies.is_all_or_nothing(transaction, *name) for name in names)
             }
 
-        whole = await self._catalog.read_many(find_whole)
+        all_or_nothing = await self._catalog.read_many(find_all_or_nothing)
         for inode in inodes:
             # One that was closed meanwhile has been queued by that.
-            if inode.writers and inode.ino not in whole:
+            if inode.writers and inode.ino not in all_or_nothing:
                 self._enqueue(inode, last=False)
 
     def _is_longer(self, inode: Inode) -> bool:

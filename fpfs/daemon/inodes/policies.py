@@ -110,9 +110,9 @@ class Policies:
             resolved[chain] = policy
         return policy
 
-    def is_whole(self, transaction: Transaction, directory: int, name: bytes) -> bool:
-        """Whether a name in a directory is to show whole contents only."""
-        return self.effective(transaction, directory).is_whole(name)
+    def is_all_or_nothing(self, transaction: Transaction, directory: int, name: bytes) -> bool:
+        """Whether a name in a directory shows finished contents only."""
+        return self.effective(transaction, directory).is_all_or_nothing(name)
 
     async def of_directory(self, ino: int) -> Policy:
         """Return what holds in a directory."""
@@ -206,7 +206,7 @@ class Policies:
                 devices=allowed,
                 width=min(policy.width or len(allowed), len(allowed)),
                 rank=rank_of(name) if policy.first is First.RANK else None,
-                shows_whole=policy.is_whole(name),
+                is_all_or_nothing=policy.is_all_or_nothing(name),
                 present=_present(transaction, directory, name, policy, devices),
             )
 

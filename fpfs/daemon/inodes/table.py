@@ -114,7 +114,7 @@ class Inode:
         self.kept = bool(row.kept)
         """Whether it is a former version, which does not change any more."""
         self.unfinished = bool(row.unfinished)
-        """Whether it was made under a name that shows whole contents only, and never closed."""
+        """Whether it was made under an all-or-nothing name, and never closed."""
         self.ack = Acknowledge.EARLY
         """When who writes to it is answered; as its policy had it when it was last opened."""
         self.deferred_unlinks = 0

@@ -103,7 +103,7 @@ class Entries:
         self, parent: int, name: bytes, policy: Policy, *, mode: int, caller: Caller
     ) -> Inode:
         """Make a regular file that is about to be written."""
-        unfinished = policy.is_whole(name)
+        unfinished = policy.is_all_or_nothing(name)
         layout = await self._placing.of_new_file(policy, name)
         return await self._make(
             parent, name, caller, mode=mode, layout=layout, unfinished=unfinished

@@ -211,14 +211,14 @@ def test_reads_go_past_the_page_cache_where_the_directory_says(striped: Mount) -
         assert (most - 1) * len(content) < read <= most * len(content) + MIB
 
 
-def test_names_that_show_whole_contents_are_the_directorys(striped: Mount) -> None:
+def test_all_or_nothing_names_are_the_directorys(striped: Mount) -> None:
     directory = striped.root / "whole"
     directory.mkdir()
     policy("set", directory, "whole=*.state")
     explained = json.loads(
         check_fpfs("policy", "explain", directory / "a.state", "--json", module=CTL)
     )
-    assert explained["shows_whole"] is True
+    assert explained["is_all_or_nothing"] is True
     assert explained["present"] is None
 
 

@@ -132,7 +132,7 @@ async def test_how_a_file_is_written_and_read_is_told_to_the_engine(tmp_path: Pa
 
 
 @trio.testing.trio_test
-async def test_names_that_show_whole_contents_differ_by_directory(tmp_path: Path) -> None:
+async def test_all_or_nothing_names_differ_by_directory(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
         await mount.make_directory("run")
         await set_policy(mount, "run", whole="*.mine")

@@ -71,16 +71,15 @@ def quarantine(
     transaction: Transaction,
     version: Version,
     *,
-    is_whole: Callable[[Transaction, int, bytes], bool],
+    is_all_or_nothing: Callable[[Transaction, int, bytes], bool],
 ) -> tuple[Quarantined, int] | None:
     """Store a version that a killed writer left; returns what it quarantined, and the last removal.
 
-    None, and nothing is stored: no name of the inode `is_whole`, one of those that show whole
-    contents only.
+    None, and nothing is stored: no name of the inode `is_all_or_nothing`.
     """
     ino, snapshot = version.ino, version.snapshot
     names = transaction.execute("SELECT parent, name FROM names WHERE ino = ?", (ino,)).fetchall()
-    name = next((name for name in names if is_whole(transaction, *name)), None)
+    name = next((name for name in names if is_all_or_nothing(transaction, *name)), None)
     if name is None:
         return None
     path = _path_of(transaction, *name)
