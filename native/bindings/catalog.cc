@@ -29,7 +29,7 @@ void bind_files(nb::module_& module) {
   nb::class_<CatalogFiles>(module, "CatalogFiles")
       .def(nb::init<std::string>(), nb::arg("path"))
       .def("check", blocking(&CatalogFiles::check))
-      .def("settle", blocking(&CatalogFiles::settle))
+      .def("checkpoint_log", blocking(&CatalogFiles::checkpoint_log))
       .def("make_sums", blocking(&CatalogFiles::make_sums), nb::arg("filesystem_id"))
       .def("copy_from", blocking(&CatalogFiles::copy_from), nb::arg("source"))
       .def("count_differences", &CatalogFiles::count_differences, nb::arg("other"))
@@ -46,7 +46,7 @@ void bind_copies(nb::module_& module) {
           [](CatalogMirror* self, const CatalogFiles& files) { new (self) CatalogMirror(files); },
           nb::arg("files"))
       .def("open", blocking(&CatalogMirror::open))
-      .def("follow_from", blocking(&CatalogMirror::follow_from), nb::arg("leader"))
+      .def("gather_differences", blocking(&CatalogMirror::gather_differences), nb::arg("leader"))
       .def("write", blocking(&CatalogMirror::write))
       .def("flush", blocking(&CatalogMirror::flush))
       .def("checkpoint", blocking(&CatalogMirror::checkpoint))

@@ -286,19 +286,19 @@ class Catalog:
         """
         self._flushed = tell
 
-    def is_settled(self, ino: int) -> bool:
+    def is_durable(self, ino: int) -> bool:
         """Whether an inode's committed content and its names, as they are, survive power loss.
 
-        Those of the directories above it are another question: see `unsettled_directories`.
+        Those of the directories above it are another question: see `directories_not_durable`.
         """
         return ino not in self._touched
 
     @property
-    def unsettled_directories(self) -> Collection[int]:
+    def directories_not_durable(self) -> Collection[int]:
         """Directories whose names would not survive power loss as they are."""
         return self._touched_directories.keys()
 
-    def _settle(self) -> None:
+    def _forget_durable(self) -> None:
         """Forget which inodes were touched before what is durable by now."""
         for touched in (self._touched, self._touched_directories):
             for ino in [ino for ino, written in touched.items() if written <= self._durable]:
@@ -332,7 +332,7 @@ class Catalog:
             self._durable = covered
             if self._flushed is not None:
                 self._flushed(covered, began_ns)
-            self._settle()
+            self._forget_durable()
 
     async def _flush_copies(self) -> None:
         """Flush the logs of all copies in service, side by side. OSError when none could be.

@@ -76,9 +76,9 @@ def open_copies(
                 _add_sums(copy)
             _check_identity(copy, filesystem_id or sound[0].files.filesystem_id)
         with ThreadPoolExecutor() as threads:
-            settled = list(threads.map(_settle, sound))
-        found = [*settled, *(copy for copy in found if not copy.is_sound)]
-        sound = [copy for copy in settled if copy.is_sound]
+            checkpointed = list(threads.map(_checkpoint_log, sound))
+        found = [*checkpointed, *(copy for copy in found if not copy.is_sound)]
+        sound = [copy for copy in checkpointed if copy.is_sound]
         if not sound:
             raise _refusal(found)
         _check_none_is_newer(found)
@@ -89,7 +89,7 @@ def open_copies(
         follower, mirror = None, None
         for copy in found:
             if copy is not leader:
-                mirror = _follow(copy, leader, troubles, recovered)
+                mirror = _make_follower(copy, leader, troubles, recovered)
                 follower = copy.path
         for path in absent:
             troubles[path] = "its device is missing"
@@ -237,7 +237,7 @@ def _choose(sound: Sequence[_Copy]) -> _Copy:
     return max(sound, key=lambda copy: _sequence_of(copy.path))
 
 
-def _settle(copy: _Copy) -> _Copy:
+def _checkpoint_log(copy: _Copy) -> _Copy:
     """Bring a copy's log into its database, with the reserve if the device is full.
 
     All that opening the catalog writes may use the reserve, until `Copies.begin` takes it again.
@@ -245,7 +245,7 @@ def _settle(copy: _Copy) -> _Copy:
     """
     try:
         empty_if_full(copy.path.with_name(RESERVE_NAME))
-        copy.files.settle()
+        copy.files.checkpoint_log()
     except OSError as error:
         return copy._replace(trouble=f"its log cannot be copied: {error.strerror or error}")
     return copy
@@ -264,7 +264,7 @@ def _sequence_of(path: Path) -> int:
     return int(row[0]) if row else 0
 
 
-def _follow(
+def _make_follower(
     copy: _Copy, leader: _Copy, troubles: dict[Path, str], recovered: list[str]
 ) -> CatalogMirror | None:
     """Make a copy the same as the leader, and return what keeps it so.
@@ -279,7 +279,7 @@ def _follow(
         mirror = CatalogMirror(copy.files)
         mirror.open()
         if differences:
-            mirror.follow_from(leader.files)
+            mirror.gather_differences(leader.files)
             log.info("catalog %s lacked the last changes of %s", copy.path, leader.path)
     except OSError as error:
         reason = error.strerror or str(error)

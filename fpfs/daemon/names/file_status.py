@@ -75,10 +75,10 @@ class FileStatuses:
             size, writers = inode.size, inode.writers
             is_changed = is_dirty or inode.unfinished or bool(inode.pending)
             is_longer = is_dirty and self._engine.attributes(facts.ino).only_longer
-        is_settled = self._catalog.is_settled(facts.ino) and not any(
-            directory in self._catalog.unsettled_directories for directory in facts.above
+        is_catalog_durable = self._catalog.is_durable(facts.ino) and not any(
+            directory in self._catalog.directories_not_durable for directory in facts.above
         )
-        durable = is_settled and not is_changed
+        durable = is_catalog_durable and not is_changed
         failure = self._commit.failure_of(facts.ino)
         status = FileStatus(
             ino=facts.ino,
@@ -88,7 +88,7 @@ class FileStatuses:
             version=facts.version,
             size_acknowledged=size,
             size_committed=facts.size,
-            size_durable=size if durable else facts.size if is_settled and is_longer else 0,
+            size_durable=size if durable else facts.size if is_catalog_durable and is_longer else 0,
             writers=writers,
             failure=failure,
         )

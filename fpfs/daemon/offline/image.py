@@ -85,7 +85,7 @@ def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> Ca
         place = folder / str(number)
         place.mkdir()
         try:
-            sequence = _copy_and_settle(path, place, filesystem_id)
+            sequence = _copy_consistent(path, place, filesystem_id)
         except OSError as error:
             if lacks_room(error):
                 raise
@@ -122,7 +122,7 @@ def take_live_image(path: Path, *, folder: Path, filesystem_id: str) -> CatalogI
             before = _content(path.with_name(SUMS))
             _copy(path, place)
             if _content(path.with_name(SUMS)) == before:
-                _settle(place, path, filesystem_id)
+                _make_consistent(place, path, filesystem_id)
                 return CatalogImage(path, _open(place / DATABASE), {})
         except CatalogTooNew:
             raise
@@ -141,10 +141,10 @@ def take_live_image(path: Path, *, folder: Path, filesystem_id: str) -> CatalogI
     )
 
 
-def _copy_and_settle(path: Path, place: Path, filesystem_id: str) -> int:
+def _copy_consistent(path: Path, place: Path, filesystem_id: str) -> int:
     """Make an image of a copy at rest; returns the number of its last transaction."""
     _copy(path, place)
-    _settle(place, path, filesystem_id)
+    _make_consistent(place, path, filesystem_id)
     with contextlib.closing(_open(place / DATABASE)) as connection:
         row = connection.execute(
             "SELECT value FROM filesystem WHERE name = ?", (SEQUENCE,)
@@ -197,7 +197,7 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-def _settle(place: Path, path: Path, filesystem_id: str) -> None:
+def _make_consistent(place: Path, path: Path, filesystem_id: str) -> None:
     """Check copied files, and bring their log into their database. Raises OSError."""
     files = CatalogFiles(str(place / DATABASE))
     files.check()
@@ -208,7 +208,7 @@ def _settle(place: Path, path: Path, filesystem_id: str) -> None:
             remedy="use the newer fpfs that wrote it",
         )
     if files.has_sums:
-        files.settle()
+        files.checkpoint_log()
         if files.filesystem_id != filesystem_id:
             raise CatalogError(f"it is of filesystem {files.filesystem_id}, not {filesystem_id}")
 

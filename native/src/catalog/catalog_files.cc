@@ -193,7 +193,7 @@ Status CatalogFiles::copy_log(int log) {
   return {};
 }
 
-Status CatalogFiles::settle() {
+Status CatalogFiles::checkpoint_log() {
   if (!log_pages_.empty()) {
     const FileDescriptor log(open_regular(log_path(), O_RDONLY));
     if (!log) return Status::from_errno("opening " + log_path());

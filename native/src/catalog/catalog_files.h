@@ -28,13 +28,13 @@ class CatalogFiles {
   // Reads everything, and changes nothing. Must come first, and must have succeeded for the rest.
   Status check();
   // Copies the log into the database and removes it.
-  Status settle();
+  Status checkpoint_log();
   // Makes the sums of a database without any, which is believed.
   Status make_sums(const std::string& filesystem_id);
-  // Makes this copy anew, the same as another, which is settled. Needs no check().
+  // Makes this copy anew, the same as another, which has no log. Needs no check().
   Status copy_from(const CatalogFiles& source);
 
-  // In how many pages two settled copies differ.
+  // In how many pages two copies without a log differ.
   uint32_t count_differences(const CatalogFiles& other) const {
     return sums_.count_differences(other.sums_);
   }

@@ -49,7 +49,7 @@ Status CatalogMirror::open() {
   return flush_folder(files_.folder());
 }
 
-Status CatalogMirror::follow_from(const CatalogFiles& leader) {
+Status CatalogMirror::gather_differences(const CatalogFiles& leader) {
   const FileDescriptor theirs(::open(leader.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (!theirs) return Status::from_errno("opening " + leader.path());
   const FileDescriptor ours(::open(files_.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));

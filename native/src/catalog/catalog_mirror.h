@@ -30,12 +30,12 @@ namespace fpfs {
 
 class CatalogMirror {
  public:
-  // The files of a settled copy.
+  // The files of a copy without a log.
   explicit CatalogMirror(CatalogFiles files);
 
   Status open() EXCLUDES(file_mutex_);
-  // Gathers every page in which another settled copy differs.
-  Status follow_from(const CatalogFiles& leader) EXCLUDES(pending_mutex_);
+  // Gathers every page in which another copy without a log differs.
+  Status gather_differences(const CatalogFiles& leader) EXCLUDES(pending_mutex_);
   // Gathers the pages of one or several transactions.
   void add(sqlite::PageSet&& pages) EXCLUDES(pending_mutex_);
 

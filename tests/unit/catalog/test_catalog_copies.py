@@ -281,11 +281,11 @@ def test_a_copy_that_is_made_anew_has_no_log_of_before(states: list[State], tmp_
     shutil.copytree(states[-2].folder, folder)
     first, second = (CatalogFiles(str(path)) for path in paths_of(folder))
     first.check()
-    first.settle()
+    first.checkpoint_log()
     second.copy_from(first)
     again = CatalogFiles(str(paths_of(folder)[1]))
     again.check()
-    again.settle()
+    again.checkpoint_log()
     assert again.count_differences(first) == 0
     _check_equal(folder)
 
