@@ -24,7 +24,7 @@ class Notice(enum.StrEnum):
     """
 
     HOLD = "hold"
-    LET_GO = "let go"
+    RELEASE_LOCK = "let go"
     SERVING = "serving"
     ENDING = "ending"
     RENEWING = "renewing"
@@ -73,10 +73,10 @@ class KeeperLink:
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self._socket, [message], [lock_fd])
 
-    def let_go(self, lock: str) -> None:
+    def release_lock(self, lock: str) -> None:
         """Have the keeper close the lock of a device, whose path is `lock`."""
         with contextlib.suppress(ConnectionError):
-            self._socket.send(msgspec.json.encode(Message(notice=Notice.LET_GO, lock=lock)))
+            self._socket.send(msgspec.json.encode(Message(notice=Notice.RELEASE_LOCK, lock=lock)))
 
     def serving(self) -> None:
         """Tell the keeper that this server has come so far that it answers."""

@@ -3,7 +3,7 @@
 Invariants:
   * While a `DeviceSet` is open, each of its directories is locked (flock) by this process.
   * What stamps say is replaced one stamp after the other: the one of the largest generation holds,
-    and the catalog knows better than any (`settle`).
+    and the catalog knows better than any (`reconcile`).
 
 Concurrency: one thread at a time; the methods that write stamps block.
 """
@@ -112,11 +112,11 @@ class DeviceSet:
             )
         )
 
-    def settle(self, records: Sequence[DeviceRecord], *, is_degraded: bool, asked: str) -> bool:
-        """Follow the catalog, which knows of every change of the devices that came to its end.
+    def reconcile(self, records: Sequence[DeviceRecord], *, is_degraded: bool, asked: str) -> bool:
+        """Correct the stamps by the catalog, which knows of every completed change of the devices.
 
         A directory that it does not know of, since a server died while it added it, or does not
-        know any more, is left out. Returns whether the stamps have to follow (`devices_changed`).
+        know any more, is left out. Returns whether stamps have to be written (`devices_changed`).
         Raises `Refused` for a device that was not named.
         """
         before = self._count, self._removed
@@ -128,7 +128,7 @@ class DeviceSet:
                 self._leave_out(device, "it was removed, and can be emptied")
             elif not is_it and device.number in self.joining:
                 self._leave_out(device, "it was not added: a server died meanwhile; add it again")
-        self._follow(records)
+        self._apply_records(records)
         here = {device.number for device in self.devices}
         told = {device.number: device for device in self.missing}
         self.missing = tuple(
@@ -139,7 +139,7 @@ class DeviceSet:
             raise refuse_without(self.missing, of=len(known) - len(self._removed), asked=asked)
         return bool(self.joining) or before != (self._count, self._removed)
 
-    def _follow(self, records: Sequence[DeviceRecord]) -> None:
+    def _apply_records(self, records: Sequence[DeviceRecord]) -> None:
         self._count = max([self._count, *(record.number + 1 for record in records)])
         self._removed = frozenset(
             record.number for record in records if record.use is DeviceUse.REMOVED
@@ -200,7 +200,7 @@ class DeviceSet:
         """
         if catalog_numbers is not None:
             self.catalog_numbers = tuple(catalog_numbers)
-        self._follow(records)
+        self._apply_records(records)
         self._generation += 1
         self.joining = frozenset()
         self.restamp(all_must=False)

@@ -179,7 +179,7 @@ class DeviceChanges:
                 is_empty = False
                 if not member.is_missing:
                     is_empty = await run_alone(attach.empty_directory, path)
-                    self._link.let_go(member.directory.lock_path)
+                    self._link.release_lock(member.directory.lock_path)
                 self._devices.leave(number)
                 log.info("%s is not device %d any more", path, number)
         return DeviceRemoved(number=number, path=path, is_empty=is_empty)
@@ -259,14 +259,14 @@ class DeviceChanges:
         await self._catalog.make_durable()
 
     async def _undo(self, device: DeviceDirectory) -> None:
-        """Let go of a directory that did not become a device."""
+        """Give back a directory that did not become a device."""
         try:
             give_back = functools.partial(attach.give_back, device.path, asked="undo")
             await run_alone(give_back)
         except Refused as refused:
             log.warning("%s", refused)
         self._devices.leave(device.number)
-        self._link.let_go(device.lock_path)
+        self._link.release_lock(device.lock_path)
 
     async def ensure_copies(self) -> None:
         """Have two copies of the catalog where there are devices for them. Logs what fails."""

@@ -477,13 +477,13 @@ class Server:
             await self._groups.settle()
 
 
-async def settle_devices(
+async def reconcile_devices(
     devices: DeviceSet, catalog: Catalog, link: KeeperLink, *, is_degraded: bool, asked: str
 ) -> None:
-    """Follow the catalog where a server died over a change of the devices. Raises `Refused`."""
-    has_changed = devices.settle(catalog.devices, is_degraded=is_degraded, asked=asked)
+    """Take the devices of the catalog where a server died while it changed them. `Refused`."""
+    has_changed = devices.reconcile(catalog.devices, is_degraded=is_degraded, asked=asked)
     for lock in devices.unlock_strangers():
-        link.let_go(lock)
+        link.release_lock(lock)
     if has_changed:
         await run_alone(devices.devices_changed, catalog.devices)
 
@@ -516,7 +516,7 @@ async def serve(
         catalog = await run_alone(open_catalog, devices)
         try:
             is_degraded = config.options.degraded or inherited is not None
-            await settle_devices(
+            await reconcile_devices(
                 devices, catalog, link, is_degraded=is_degraded, asked=config.asked
             )
             check_identity(catalog, devices)

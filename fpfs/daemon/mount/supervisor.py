@@ -163,7 +163,7 @@ class Keeper:
             status = self._last_status = self._run_server(wake_reader)
             if self._ending or not self._descriptors:
                 if status != 0:
-                    self._let_go()
+                    self._remove_mount()
                 return status
             self._restarts += 1
             if self._passed_on and not self._signals:
@@ -204,7 +204,7 @@ class Keeper:
                 self._descriptors.remove(lock_fd)
                 os.close(lock_fd)
 
-    def _let_go(self) -> None:
+    def _remove_mount(self) -> None:
         """Leave no mount: the last server died before it told of it, or while it ended it."""
         while self._descriptors:
             os.close(self._descriptors.pop())
@@ -319,7 +319,7 @@ class Keeper:
             case Notice.HOLD:
                 self._device = message.device or self._device
                 self._descriptors += descriptors
-            case Notice.LET_GO:
+            case Notice.RELEASE_LOCK:
                 self._close_lock(message.lock)
             case Notice.SERVING:
                 self._serving = True

@@ -368,7 +368,7 @@ def open_image(devices: DeviceSet, folder: Path, *, asked: str) -> CatalogImage 
         if image is not None:
             known = fetch_devices(image.connection)
             try:
-                devices.settle(known, is_degraded=False, asked=asked)
+                devices.reconcile(known, is_degraded=False, asked=asked)
             except Refused:
                 image.close()
                 raise

@@ -47,7 +47,7 @@ class Link:
         """Note the file."""
         self.held.append(os.readlink(f"/proc/self/fd/{lock_fd}"))
 
-    def let_go(self, lock: str) -> None:
+    def release_lock(self, lock: str) -> None:
         """Forget the file."""
         self.held.remove(lock)
 
@@ -91,7 +91,9 @@ async def opened(
         catalog = await trio.to_thread.run_sync(open_catalog, devices)
         try:
             link: Any = Link(devices)
-            await server.settle_devices(devices, catalog, link, is_degraded=degraded, asked="mount")
+            await server.reconcile_devices(
+                devices, catalog, link, is_degraded=degraded, asked="mount"
+            )
             check_identity(catalog, devices)
             made = Opened(devices, catalog)
             await made.changes.ensure_copies()
