@@ -158,7 +158,7 @@ class Groups:
             with contextlib.suppress(NoSuchEntry):  # it went meanwhile
                 inode = await self._inodes.get(ino)
                 self._inodes.count += was_kept  # It was not counted while it was kept.
-                self._inodes.settle(inode)
+                self._inodes.drop_if_unused(inode)
 
     def _failed(self) -> frozenset[int]:
         """Inodes whose last content could not be kept."""

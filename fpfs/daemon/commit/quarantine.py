@@ -75,7 +75,7 @@ class Quarantine:
         )
         self._inodes.reverted(origin, row)
         for ino in quarantined.replaced:
-            self._inodes.settle(await self._inodes.get(ino))
+            self._inodes.drop_if_unused(await self._inodes.get(ino))
         log.warning(
             "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; %s",
             show_name(quarantined.path),

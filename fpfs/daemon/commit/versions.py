@@ -138,7 +138,7 @@ class Versions:
                 inode.nlink = 0
                 if inode.lookups:
                     self._engine.invalidate_name(view, name)
-                self._inodes.settle(inode)
+                self._inodes.drop_if_unused(inode)
                 let_go.append(inode)
         return let_go
 
@@ -196,7 +196,7 @@ class Versions:
         self._engine.invalidate(directory)
         await self.follow([done.changed])
         if not done.nlink:
-            self._inodes.settle(await self._inodes.get(done.replaced))
+            self._inodes.drop_if_unused(await self._inodes.get(done.replaced))
         # Who asked reads the name next.
         with trio.move_on_after(NAMES_INVALIDATED_S) as waiting:
             await self._engine.names_invalidated()

@@ -212,7 +212,7 @@ class InodeTable:
         """Return an inode if it is in memory."""
         return self._inodes.get(ino)
 
-    def adopt(self, row: InodeRow) -> Inode:
+    def get_or_insert(self, row: InodeRow) -> Inode:
         """Return the inode of a row just read or written; one in memory knows as much or more.
 
         Raises `DamagedData` for a mode that cannot be.
@@ -233,7 +233,7 @@ class InodeTable:
         if inode is not None:
             return inode
         fetch = fetch_view if ino >= VIEW_BASE else fetch_inode
-        return await self._catalog.read(lambda t: fetch(t, ino), apply=self.adopt)
+        return await self._catalog.read(lambda t: fetch(t, ino), apply=self.get_or_insert)
 
     def refresh(self, inode: Inode) -> bool:
         """Copy size and times of a loaded inode from the engine; returns whether it is dirty."""
@@ -358,7 +358,7 @@ class InodeTable:
         inode.users -= 1
         if inode.users == 0:
             inode.drop_lock()
-            self.settle(inode)
+            self.drop_if_unused(inode)
 
     def forget(self, ino: int, lookups: int) -> None:
         """Take references of the kernel back."""
@@ -372,9 +372,9 @@ class InodeTable:
             log.error("inode %d forgotten %d times, known %d times", ino, lookups, inode.lookups)
         inode.lookups = max(inode.lookups - lookups, 0)
         if inode.lookups == 0:
-            self.settle(inode)
+            self.drop_if_unused(inode)
 
-    def settle(self, inode: Inode) -> None:
+    def drop_if_unused(self, inode: Inode) -> None:
         """Unload, delete or drop an inode, as far as nothing keeps it."""
         if inode.users:
             return

@@ -153,7 +153,7 @@ class Entries:
         def found(row: InodeRow | None) -> Inode:
             if row is None:
                 raise NoSuchEntry(f"{name!r} was removed from directory {parent} meanwhile")
-            inode = self._inodes.adopt(row)
+            inode = self._inodes.get_or_insert(row)
             inode.lookups += 1
             return inode
 
@@ -183,7 +183,7 @@ class Entries:
         new = NewInode(mode, caller.uid, gid, rdev, time.time_ns(), target, layout, unfinished)
 
         def made(ino: int) -> Inode:
-            inode = self._inodes.adopt(_row_of(ino, parent, new))
+            inode = self._inodes.get_or_insert(_row_of(ino, parent, new))
             inode.lookups += 1
             self._inodes.count += 1
             self._inodes.names_changed(directory, new.now_ns, nlink_change=int(inode.is_directory))
@@ -330,10 +330,10 @@ class Entries:
         row = await self._catalog.read(lambda t: dirents.look_up(t, parent, name))
         if row is None:
             return None, 0
-        inode = self._inodes.adopt(row)
+        inode = self._inodes.get_or_insert(row)
         mark = self._commit.removal_mark(inode, committed_bytes=row.size)
         if not mark:
-            self._inodes.settle(inode)
+            self._inodes.drop_if_unused(inode)
             return None, 0
         inode.users += 1
         return inode, mark
@@ -458,7 +458,7 @@ class Entries:
         if removed.nlink:
             return
         inode = await self._inodes.get(removed.ino)
-        self._inodes.settle(inode)
+        self._inodes.drop_if_unused(inode)
         holds_space = inode.is_regular and inode.allocated_bytes > INLINE_BYTES_MAX
         if not holds_space or inode.handles:
             return

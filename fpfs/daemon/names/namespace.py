@@ -162,7 +162,7 @@ class Namespace:
     def _looked_up(self, row: InodeRow | None) -> Inode | None:
         if row is None:
             return None
-        inode = self._inodes.adopt(row)
+        inode = self._inodes.get_or_insert(row)
         inode.lookups += 1
         return inode
 

@@ -155,7 +155,7 @@ class Directories:
 
     def _hold(self, entries: list[Entry]) -> list[Listed]:
         """Bring a batch's inodes into the table, used by the listing."""
-        listed = [Listed(e.cookie, e.name, self._inodes.adopt(e.row)) for e in entries]
+        listed = [Listed(e.cookie, e.name, self._inodes.get_or_insert(e.row)) for e in entries]
         for entry in listed:
             entry.inode.users += 1
         return listed
