@@ -41,7 +41,7 @@ class DeferredUnlinks:
         self._catalog = catalog
         self._inodes = inodes
         self._held: list[_Held] = []
-        """A heap: a commit looks at what it lets go, not at all that waits."""
+        """A heap: a commit looks at what it makes final, not at all that waits."""
         self._numbers = itertools.count()
         self._without_row: list[Inode] = []
         """Those whose rows went with the transaction that they waited for."""
@@ -51,18 +51,18 @@ class DeferredUnlinks:
     def hold(self, inode: Inode, *, mark: int) -> None:
         """Keep an inode whose name was removed until version `mark` is current or given up.
 
-        Called, as is `was_let_go`, in the order of the catalog's transactions.
+        Called, as is `finalized`, in the order of the catalog's transactions.
         """
         inode.users += 1
         inode.deferred_unlinks += 1
         heapq.heappush(self._held, _Held(mark, next(self._numbers), inode))
 
     @staticmethod
-    def let_go(transaction: Transaction, mark: int) -> None:
-        """Forget, with the transaction that makes a version current, what waited for it."""
-        deferred_unlink.let_go(transaction, mark)
+    def finalize(transaction: Transaction, mark: int) -> None:
+        """Make final, with the transaction that makes a version current, what waited for it."""
+        deferred_unlink.finalize(transaction, mark)
 
-    def was_let_go(self, mark: int) -> None:
+    def finalized(self, mark: int) -> None:
         """Note that this transaction was carried out: rows of later ones are not gone with it."""
         self._without_row += self._take(mark)
 
@@ -74,11 +74,11 @@ class DeferredUnlinks:
         return taken
 
     async def catch_up(self) -> None:
-        """Let go what became current while its name was being removed."""
+        """Release what became current while its name was being removed."""
         await self.pass_by(self._passed)
 
     async def pass_by(self, mark: int) -> None:
-        """Let go what waited for versions up to `mark`, which are current or given up."""
+        """Release what waited for versions up to `mark`, which are current or given up."""
         self._passed = max(self._passed, mark)
         without_row, self._without_row = self._without_row, []
         with_row = self._take(mark)
@@ -90,7 +90,7 @@ class DeferredUnlinks:
 
     async def _forget_rows(self, mark: int) -> None:
         try:
-            await self._catalog.write_urgently(partial(deferred_unlink.let_go, mark=mark))
+            await self._catalog.write_urgently(partial(deferred_unlink.finalize, mark=mark))
         except OSError as error:
             # Power loss would bring names back that are not looked for any more: no harm.
             log.error("names that were removed may come back after power loss: %s", error)
@@ -104,7 +104,7 @@ class DeferredUnlinks:
         if not inos:
             return frozenset()
         if not mark:
-            await self._catalog.write_urgently(partial(deferred_unlink.let_go, mark=1 << 62))
+            await self._catalog.write_urgently(partial(deferred_unlink.finalize, mark=1 << 62))
             return frozenset()
         await self._catalog.write_urgently(partial(deferred_unlink.mark_anew, mark=mark))
         for ino in inos:

@@ -151,8 +151,8 @@ class Groups:
         await self._commit.wait_queued()
         return True
 
-    async def let_go(self, freed: Sequence[int]) -> None:
-        """Let inodes without a name be deleted that a group referred to and does not any more."""
+    async def release(self, freed: Sequence[int]) -> None:
+        """Delete inodes without a name that a group referred to and does not any more."""
         for ino in freed:
             was_kept = self._inodes.cached(ino) is None
             with contextlib.suppress(NoSuchEntry):  # it went meanwhile
@@ -181,7 +181,7 @@ class Groups:
             groups.refuse_incomplete(transaction, ino, failed)
             return freed
 
-        await self.let_go(await self._catalog.write(commit))
+        await self.release(await self._catalog.write(commit))
         await self._catalog.make_durable()
 
     async def uncommitted(self) -> Sequence[Uncommitted]:
@@ -208,10 +208,10 @@ class Groups:
             _report(group)
         return frozenset().union(*(group.inos for group in taken))
 
-    async def settle(self) -> None:
-        """Let groups stay as they are at an end in good order, durably."""
+    async def note_clean_end(self) -> None:
+        """Note, durably, that the mount ends in good order: groups stay as they are."""
         if self._are_there:
-            await self._catalog.write_urgently(groups.settle)
+            await self._catalog.write_urgently(groups.note_clean_end)
             await self._catalog.make_durable()
 
 

@@ -332,12 +332,12 @@ class Commit:
     def name_removed(self, inode: Inode, *, mark: int) -> None:
         """Keep an inode whose name was removed until version `mark` is current or given up.
 
-        Called when the transaction is delivered; `settle_removals` comes after it.
+        Called when the transaction is delivered; `release_deferred_unlinks` comes after it.
         """
         self._deferred_unlinks.hold(inode, mark=mark)
 
-    async def settle_removals(self) -> None:
-        """Let go what became current while its name was being removed."""
+    async def release_deferred_unlinks(self) -> None:
+        """Release what became current while its name was being removed."""
         await self._deferred_unlinks.catch_up()
 
     def _delete(self, inode: Inode) -> None:
@@ -587,11 +587,11 @@ class Commit:
             removal = 0
             for version in versions:
                 removal = max(removal, self._make_current(transaction, version, changed))
-            self._deferred_unlinks.let_go(transaction, batch[-1].number)
+            self._deferred_unlinks.finalize(transaction, batch[-1].number)
             return removal
 
         def stored(removal: int) -> int:
-            self._deferred_unlinks.was_let_go(batch[-1].number)
+            self._deferred_unlinks.finalized(batch[-1].number)
             return removal
 
         began_ns = time.monotonic_ns()

@@ -159,7 +159,7 @@ class Reclaim:
             deletions.append((inode.ino, held))
 
         def gone(removal: int) -> int:
-            # In the catalog's order: one that a group kept may be let go right behind this.
+            # In the catalog's order: one that a group kept may be released right behind this.
             for inode in batch:
                 self._inodes.removed(inode)
             return removal

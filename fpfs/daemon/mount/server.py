@@ -255,7 +255,7 @@ class Server:
                 final = await self._serve(ready, ending, relay_fd, let_go)
                 await control.end_requests()
                 # Nothing that is told to be so may need another server once the keeper knows.
-                await self._settle_groups()
+                await self._note_clean_end()
                 control.leave_outcome(final)
                 self._link.ending()
             except Exception as error:  # noqa: BLE001 (another server takes over)
@@ -467,14 +467,14 @@ class Server:
             if self._changes.registry.missing or has_failed or self._commit.statistics().failures:
                 # Objects of no version may be left: the next mount looks for them.
                 self._catalog.ended_cleanly = False
-            await self._settle_groups()
+            await self._note_clean_end()
             await self._catalog.close()
             self._devices.close()
 
-    async def _settle_groups(self) -> None:
+    async def _note_clean_end(self) -> None:
         """Note that groups stay as they are; where that fails they go, as after a crash."""
         with contextlib.suppress(OSError):
-            await self._groups.settle()
+            await self._groups.note_clean_end()
 
 
 async def reconcile_devices(

@@ -316,12 +316,12 @@ class Entries:
         try:
             removed = await self._catalog.write_urgently(recording, apply=removed_name)
             if mark:
-                await self._commit.settle_removals()
+                await self._commit.release_deferred_unlinks()
         finally:
             if inode is not None:
                 self._inodes.release(inode)
         await self._versions.follow(changed)
-        await self._let_go(removed)
+        await self._delete_if_unused(removed)
 
     async def _removal_mark(self, parent: int, name: bytes) -> tuple[Inode | None, int]:
         """The version that the removal of a name has to wait for, if any, and the inode, in use."""
@@ -395,10 +395,10 @@ class Entries:
         renaming = self._groups.renaming(source, destination, rename)
         recording = self._requests.recording(request, renaming)
         done = await self._write(recording, apply=renamed)
-        await self._groups.let_go(done.freed)
+        await self._groups.release(done.freed)
         await self._versions.follow(changed)
         if done.replaced is not None:
-            await self._let_go(done.replaced)
+            await self._delete_if_unused(done.replaced)
 
     async def _commit_pending(self, parent: int, name: bytes) -> None:
         """Make content current that is renamed before it is committed."""
@@ -447,14 +447,14 @@ class Entries:
             inode.nlink = removed.nlink
             self._inodes.changed(inode, ctime_ns=now_ns)
 
-    async def _let_go(self, removed: Removed) -> None:
-        """Let an inode without a name be deleted if nothing uses it nor the kernel knows it.
+    async def _delete_if_unused(self, removed: Removed) -> None:
+        """Delete an inode without a name if nothing uses it nor the kernel knows it.
 
         The kernel forgets it after the answer, and its space comes back a moment later. On a device
         without room for as much again, that moment would let a write fail right after the removal
         that made room for it: there the answer waits until the space is back.
         """
-        await self._groups.let_go(removed.freed)
+        await self._groups.release(removed.freed)
         if removed.nlink:
             return
         inode = await self._inodes.get(removed.ino)

@@ -251,11 +251,11 @@ async def test_a_row_that_came_after_the_transaction_it_waited_for_goes(
         insert = "INSERT INTO withheld VALUES (99, 1, x'61', 77, 8, 5)"
         steps: list[Callable[[Transaction], object]] = [
             lambda t: t.execute(insert),
-            lambda t: deferred.let_go(t, 5),
+            lambda t: deferred.finalize(t, 5),
         ]
         applied: list[Callable[[], None]] = [
             lambda: deferred.hold(inode, mark=5),
-            lambda: deferred.was_let_go(5),
+            lambda: deferred.finalized(5),
         ]
         for index in (1, 0) if is_late else (0, 1):
             await mount.catalog.write(steps[index])

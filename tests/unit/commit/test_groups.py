@@ -64,7 +64,7 @@ async def test_a_group_with_a_content_that_could_not_be_kept_is_not_committed(
 
 
 @trio.testing.trio_test
-async def test_what_a_group_kept_is_deleted_whenever_that_is_let_go(tmp_path: Path) -> None:
+async def test_what_a_group_kept_is_deleted_whenever_that_is_released(tmp_path: Path) -> None:
     """Before, after, and in one transaction with the deletion that was held up by the group."""
     devices = MemoryDevices()
     async with rig(tmp_path, devices=devices) as mount:

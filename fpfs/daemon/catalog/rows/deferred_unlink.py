@@ -4,7 +4,7 @@ what was closed before their removal is current.
 A program saves a checkpoint, closes it, and removes the one before. The removal is a transaction at
 once; the new checkpoint becomes current later, when it is on the devices. Were the power to fail in
 between, both would be lost. So the removal leaves a row that says what was removed, and the
-transaction that follows the contents takes the row away.
+transaction that makes the last of these contents current takes the row away.
 
 Invariants:
   * A row is there from the transaction that removed the name until what was closed before is
@@ -35,8 +35,8 @@ def defer(transaction: Transaction, parent: int, name: bytes, removed: Name, *, 
     )
 
 
-def let_go(transaction: Transaction, mark: int) -> None:
-    """Forget names that only waited for contents up to `mark`."""
+def finalize(transaction: Transaction, mark: int) -> None:
+    """Make removals final that only waited for contents up to `mark`."""
     transaction.execute("DELETE FROM withheld WHERE mark <= ?", (mark,))
 
 

@@ -187,7 +187,7 @@ class _RollBack:
                 self._exchange(entry)
         for entry in self._displaced:
             self._keep(entry)
-        self._settle_former_versions(rows)
+        self._move_former_versions_back(rows)
         nlinks = self._count_names()
         begin(transaction, self._group)
         displaced = self._counterparts.get(self._group, 0)
@@ -216,14 +216,14 @@ class _RollBack:
         self._enter(row.parent, row.name, target, row.type)
 
     def _exchange(self, entry: Entry) -> None:
-        """Let a name that stayed have the former version."""
+        """Give a name that stayed its former version."""
         self._transaction.execute(
             "UPDATE names SET ino = ? WHERE cookie = ?", (self._formers[entry.ino], entry.cookie)
         )
         self._displaced.append(entry)
 
-    def _settle_former_versions(self, rows: Collection[Entry]) -> None:
-        """Let what a policy keeps of names that moved follow them back; that of new ones goes."""
+    def _move_former_versions_back(self, rows: Collection[Entry]) -> None:
+        """Move what a policy keeps of names that moved back with them; that of new ones goes."""
         places = {row.ino: (row.parent, row.name) for row in rows if row.ino}
         new = {(row.parent, row.name) for row in rows if not row.ino}
         for entry in self._displaced:

@@ -12,7 +12,7 @@ Invariants:
     it goes to `.fpfs/uncommitted`, or altogether when nothing in it has content.
   * A group that was committed and has changed since (CHANGED) is taken back to what it was at its
     last commit point then (`rows.group_undo`).
-  * An end in good order leaves groups as they are (`settle`): everything in them is durable.
+  * An end in good order leaves groups as they are (`note_clean_end`): all in them is durable.
 
 Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
@@ -251,7 +251,7 @@ def _roll_back(
     return TakenAway(done.path, done.name, done.inos, is_rolled_back=True, nlinks=done.nlinks)
 
 
-def settle(transaction: Transaction) -> None:
+def note_clean_end(transaction: Transaction) -> None:
     """Note that the mount ends in good order: what is not committed stays where it is."""
     transaction.execute(
         "UPDATE groups SET settled = 1 WHERE state IN (?, ?)", (State.OPEN, State.CHANGED)
