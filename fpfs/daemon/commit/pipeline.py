@@ -286,10 +286,10 @@ class Commit:
 
     async def make_room(self) -> bool:
         """Give up former versions, and return when their space is free; False: there are none."""
-        let_go = await self._versions.give_up_oldest()
-        for inode in let_go:
+        given_up = await self._versions.give_up_oldest()
+        for inode in given_up:
             await self.give_back(inode)
-        return bool(let_go)
+        return bool(given_up)
 
     async def give_up_replaced(self, inode: Inode) -> None:
         """Commit a truncation at once, and return when the space it took out of use is free."""
@@ -601,14 +601,14 @@ class Commit:
         for entry, version in zip(batch, versions, strict=True):
             entry.inode.synced = not entry.last
             self._now_current(version, began_ns)
-        await self._follow(changed)
+        await self._apply_versions(changed)
 
-    async def _follow(self, changed: Sequence[Changed]) -> None:
-        """Let go what the versions that are current now have replaced; that they are stays."""
+    async def _apply_versions(self, changed: Sequence[Changed]) -> None:
+        """Drop what the versions that are current now have replaced; they stay current."""
         try:
-            await self._versions.follow(changed)
+            await self._versions.apply(changed)
         except OSError as error:
-            log.error("former versions cannot be let go before the next mount: %s", error)
+            log.error("former versions cannot be given up before the next mount: %s", error)
 
     def _make_current(
         self, transaction: Transaction, version: Version, changed: list[Changed]
@@ -650,10 +650,10 @@ class Commit:
         if quarantined is None:
             entry.inode.synced = False
             self._now_current(version, began_ns)
-            await self._follow(changed)
+            await self._apply_versions(changed)
         else:
             self.steps.add(StepKind.QUARANTINED, entry.inode.ino, began_ns)
-            await self._quarantine.settle(quarantined)
+            await self._quarantine.finish(quarantined)
 
     def _version(self, entry: _Entry) -> Version:
         """Return what the catalog stores of a drained entry.

@@ -26,7 +26,7 @@ ABANDONED = 127
 
 
 class Quarantine:
-    """Follows contents that were quarantined."""
+    """Changes inodes in memory as transactions did that quarantined a save."""
 
     def __init__(self, *, engine: Engine, inodes: InodeTable) -> None:
         """Keep the parts."""
@@ -56,14 +56,14 @@ class Quarantine:
         return stored
 
     def _directory_changed(self, ino: int, now_ns: int) -> None:
-        """Follow a change of names that the kernel did not ask for: it has to forget times."""
+        """Apply a change of names that the kernel did not ask for: it has to forget times."""
         directory = self._inodes.cached(ino)
         if directory is not None:
             self._inodes.names_changed(directory, now_ns)
             self._engine.invalidate(ino)
 
-    async def settle(self, quarantined: Quarantined) -> None:
-        """Let the origin go on with its committed content, and say what happened."""
+    async def finish(self, quarantined: Quarantined) -> None:
+        """Revert the origin to its committed content, and say in the log what happened."""
         origin, row = self._origin(quarantined), quarantined.reverted
         self._engine.revert(
             origin.ino,

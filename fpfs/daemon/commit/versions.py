@@ -125,9 +125,9 @@ class Versions:
         count = self._policies.effective(transaction, destination[0]).versions
         return versions.move(transaction, source, destination, count=count)
 
-    async def follow(self, changes: Sequence[Changed]) -> list[Inode]:
-        """Count what transactions have made, and let go what they have given up; returns that."""
-        let_go = []
+    async def apply(self, changes: Sequence[Changed]) -> list[Inode]:
+        """Count what transactions have made, and drop what they have given up; returns that."""
+        given_up = []
         for changed in changes:
             self.count += changed.made - len(changed.gone)
             self._inodes.count += changed.made
@@ -139,8 +139,8 @@ class Versions:
                 if inode.lookups:
                     self._engine.invalidate_name(view, name)
                 self._inodes.drop_if_unused(inode)
-                let_go.append(inode)
-        return let_go
+                given_up.append(inode)
+        return given_up
 
     # What the tools ask for.
 
@@ -194,7 +194,7 @@ class Versions:
         done = await self._catalog.write(noting, apply=replaced)
         self._engine.invalidate_name(directory, name)
         self._engine.invalidate(directory)
-        await self.follow([done.changed])
+        await self.apply([done.changed])
         if not done.nlink:
             self._inodes.drop_if_unused(await self._inodes.get(done.replaced))
         # Who asked reads the name next.
@@ -215,7 +215,7 @@ class Versions:
             partial(versions.drop_oldest, size_bytes=GIVEN_UP_BYTES, count=GIVEN_UP_MAX)
         )
         log.info("the devices are full: gave up %d former versions", len(changed.gone))
-        return await self.follow([changed])
+        return await self.apply([changed])
 
     async def gives_up_at_once(self, inode: Inode) -> bool:
         """Whether a content that is truncated gives up its space before it is replaced."""

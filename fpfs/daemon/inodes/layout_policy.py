@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Placing:
-    """Lets files follow the policies of their directories."""
+    """Applies the policies of directories to their files."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Placing:
         """Return the layout of a file that is about to be made, as the catalog stores it."""
         return self._encode(await self._choose(policy, name))
 
-    async def follow(self, inode: Inode, *, begins: bool, is_emptied: bool) -> None:
-        """Let a loaded inode that was just opened be written and read as its policy says.
+    async def apply_policy(self, inode: Inode, *, begins: bool, is_emptied: bool) -> None:
+        """Have a loaded inode that was just opened written and read as its policy says.
 
         It `begins` a version when its only writer has opened it. One that `is_emptied` takes its
         turn again among the devices; another keeps its layout where the policy allows that.

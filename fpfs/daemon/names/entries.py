@@ -320,7 +320,7 @@ class Entries:
         finally:
             if inode is not None:
                 self._inodes.release(inode)
-        await self._versions.follow(changed)
+        await self._versions.apply(changed)
         await self._delete_if_unused(removed)
 
     async def _removal_mark(self, parent: int, name: bytes) -> tuple[Inode | None, int]:
@@ -396,7 +396,7 @@ class Entries:
         recording = self._requests.recording(request, renaming)
         done = await self._write(recording, apply=renamed)
         await self._groups.release(done.freed)
-        await self._versions.follow(changed)
+        await self._versions.apply(changed)
         if done.replaced is not None:
             await self._delete_if_unused(done.replaced)
 

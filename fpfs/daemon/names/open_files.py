@@ -112,7 +112,7 @@ class Files:
             handle = await self._open(inode, flags=flags, writable=writable, request=request)
         try:
             await self._begin(inode, flags=flags, writable=writable)
-            await self._follow_policy(inode, flags=flags, writable=writable, policy=policy)
+            await self._apply_policy(inode, flags=flags, writable=writable, policy=policy)
         except BaseException:
             self.release(handle)
             raise
@@ -132,7 +132,7 @@ class Files:
             if inode.writers == 0:
                 self._commit.truncated(inode)
 
-    async def _follow_policy(
+    async def _apply_policy(
         self, inode: Inode, *, flags: int, writable: bool, policy: Policy | None
     ) -> None:
         """Let the version that begins now, if one does, go where the policy says."""
@@ -140,7 +140,9 @@ class Files:
             self._placing.flow(inode, policy)
             return
         is_first = writable and inode.writers == 1
-        await self._placing.follow(inode, begins=is_first, is_emptied=bool(flags & os.O_TRUNC))
+        await self._placing.apply_policy(
+            inode, begins=is_first, is_emptied=bool(flags & os.O_TRUNC)
+        )
 
     async def _open(self, inode: Inode, *, flags: int, writable: bool, request: int) -> int:
         inode.users += 1
@@ -176,7 +178,7 @@ class Files:
         self._unanswered[request & ~RESENT] = handle
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         self._engine.adopt(handle, inode.ino, flags=flags)
-        await self._placing.follow(inode, begins=False, is_emptied=False)
+        await self._placing.apply_policy(inode, begins=False, is_emptied=False)
         if writable and inode.unfinished:  # the server may have died before it came to that
             self._engine.begin(inode.ino)
         self._handles[handle] = _Handle(inode, writable)

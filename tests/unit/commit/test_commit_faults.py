@@ -392,7 +392,7 @@ async def test_what_fails_after_the_transaction_is_no_failure_to_commit(
         assert after.transactions - before.transactions == 1
         for name in names:
             assert await mount.read_file(name) == b"third"
-    assert "former versions cannot be let go before the next mount" in caplog.text
+    assert "former versions cannot be given up before the next mount" in caplog.text
 
 
 @trio.testing.trio_test

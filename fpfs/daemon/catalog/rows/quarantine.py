@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Quarantined(NamedTuple):
-    """What was quarantined, and what of it the tables in memory have to follow.
+    """What was quarantined, and what of it the tables in memory have to apply.
 
     `reverted` is the inode that was written to as it was committed, with its `content`, and `lost`
     the names (directory, name) that were removed. `replaced` are inodes that lost their last name.
