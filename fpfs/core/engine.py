@@ -415,7 +415,7 @@ class Engine(Protocol):
     def held_objects(self) -> Sequence[ObjectId]:
         """Objects of all loaded inodes, whether the catalog knows of them or not."""
 
-    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
+    def restore_handle(self, handle: int, ino: int, *, flags: int) -> None:
         """Take over a handle that was left; its inode is loaded."""
 
     def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:

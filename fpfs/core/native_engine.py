@@ -220,9 +220,9 @@ class NativeEngine:
         """See `Engine.held_objects`."""
         return [ObjectId(*key) for key in self._native.held_objects()]
 
-    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
-        """See `Engine.adopt`."""
-        self._native.adopt(handle, ino, flags)
+    def restore_handle(self, handle: int, ino: int, *, flags: int) -> None:
+        """See `Engine.restore_handle`."""
+        self._native.restore_handle(handle, ino, flags)
 
     def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:
         """See `Engine.record`."""

@@ -341,9 +341,9 @@ class MemoryEngine:
         """See `Engine.held_objects`."""
         return sorted({key for file in self._files.values() for key in file.objects_known})
 
-    def adopt(self, handle: int, ino: int, *, flags: int) -> None:
+    def restore_handle(self, handle: int, ino: int, *, flags: int) -> None:
         """Take over a handle; its inode is loaded."""
-        assert ino in self._files, f"inode {ino} is loaded before its handle is adopted"
+        assert ino in self._files, f"inode {ino} is loaded before its handle is restored"
         self._handles[handle] = (ino, flags)
 
     def record(self, handle: int, ino: int, *, flags: int, request: int) -> None:

@@ -229,8 +229,10 @@ void bind_files(nb::class_<Engine>& type) {
       .def("unload", [](Engine& engine, uint64_t ino) { check(engine.unload(ino)); })
       .def("open", [](Engine& engine, uint64_t handle, uint64_t ino, uint32_t flags,
                       uint32_t request) { check(engine.open_handle(handle, ino, flags, request)); })
-      .def("adopt", [](Engine& engine, uint64_t handle, uint64_t ino,
-                       uint32_t flags) { check(engine.adopt_handle(handle, ino, flags)); })
+      .def("restore_handle",
+           [](Engine& engine, uint64_t handle, uint64_t ino, uint32_t flags) {
+             check(engine.restore_handle(handle, ino, flags));
+           })
       .def(
           "release",
           [](Engine& engine, uint64_t handle) { return engine.release_handle(handle) != nullptr; },

@@ -75,7 +75,7 @@ BEGUN: dict[str, Callable[[Mount], object]] = {
     "fpfs.daemon.maintenance.membership.DeviceChanges.ensure_copies": kill,
     "fpfs.daemon.mount.shutdown.Ending._end_by_signal": end_by_signal,
     "fpfs.daemon.mount.server.Server._collect_orphans": kill,
-    "fpfs.daemon.maintenance.crash_resume.TakeOver.let_go": kill,
+    "fpfs.daemon.maintenance.crash_resume.TakeOver.delete_forgotten": kill,
 }
 """Tasks that do not stay, and what lets a server begin one."""
 
@@ -108,7 +108,7 @@ STARTED = {
         *("run_beside", "run_beside", "run_beside"),
         *("self._changes.ensure_copies", "self._collect_orphans", "self._commit.run"),
         *("self._controlled.tracing.run", "self._make_room", "self._relay_events"),
-        *("self._run_pyfuse3", "let_go"),
+        *("self._run_pyfuse3", "delete_forgotten"),
     ),
 }
 """What the source starts. Each is above, but for the catalog's thread (`test_fatal_requests.py`),

@@ -114,10 +114,10 @@ class TakeOver:
                 for each in changed
             ]
             abandoned -= taken_away
-        adopted = 0
+        restored = 0
         for handle in left.handles:
-            if with_handles and await self._adopt(handle):
-                adopted += 1
+            if with_handles and await self._restore_handle(handle):
+                restored += 1
             else:
                 self._engine.forget(handle.handle)
         lost |= self._spoil_written(left)
@@ -130,7 +130,7 @@ class TakeOver:
         for inode in self._held:
             self._inodes.release(inode)
         return Taken(
-            handles=adopted,
+            handles=restored,
             changed=len({each.inode.ino for each in changed}),
             closed=closed,
             kept=kept,
@@ -157,7 +157,7 @@ class TakeOver:
         return closed
 
     def _spoil_written(self, left: Left) -> set[int]:
-        """Let nobody write on where something is missing before; returns the inodes."""
+        """Refuse further writes where something is missing before; returns the inodes."""
         spoilt = set()
         for inode in self._held:
             if inode.writers and left.is_suspect(inode.ino):
@@ -179,7 +179,7 @@ class TakeOver:
                 or "without a name",
             )
 
-    async def let_go(self, unnamed: frozenset[int]) -> None:
+    async def delete_forgotten(self, unnamed: frozenset[int]) -> None:
         """Delete inodes without a name that the kernel has forgotten; after the mount answers.
 
         The server that died may have taken the kernel's word of that, which comes only once.
@@ -261,15 +261,15 @@ class TakeOver:
             self._inodes.refresh(inode)
         return inode
 
-    async def _adopt(self, left: LeftHandle) -> bool:
+    async def _restore_handle(self, left: LeftHandle) -> bool:
         inode = await self._load(left.ino)
         if inode is None:
             log.error("inode %d of open handle %d is gone", left.ino, left.handle)
             return False
         if stat.S_ISDIR(inode.mode):
-            self._namespace.directories.adopt(left.handle, inode, request=left.request)
+            self._namespace.directories.restore_handle(left.handle, inode, request=left.request)
         else:
-            await self._namespace.files.adopt(
+            await self._namespace.files.restore_handle(
                 left.handle, inode, flags=left.flags, request=left.request
             )
         return True

@@ -217,7 +217,7 @@ class Server:
         Returns what could not be kept, after everything was closed and the devices unlocked.
         """
         try:
-            let_go = await self._take_over()
+            delete_forgotten = await self._take_over()
         except Exception as error:
             if self._inherited is not None:
                 die(error)
@@ -252,7 +252,7 @@ class Server:
                     )
                 for task in (control.serve, ending.watch_signals, ending.watch_keeper):
                     await nursery.start(run_beside, task, name=task)
-                final = await self._serve(ready, ending, relay_fd, let_go)
+                final = await self._serve(ready, ending, relay_fd, delete_forgotten)
                 await control.end_requests()
                 # Nothing that is told to be so may need another server once the keeper knows.
                 await self._note_clean_end()
@@ -316,7 +316,7 @@ class Server:
                 taken.changed,
                 taken.closed,
             )
-        return functools.partial(work.let_go, taken.kept)
+        return functools.partial(work.delete_forgotten, taken.kept)
 
     async def _collect_orphans(self) -> None:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
@@ -348,14 +348,14 @@ class Server:
         ready: Callable[[], None],
         ending: Ending,
         relay_fd: int,
-        let_go: Callable[[], Awaitable[None]],
+        delete_forgotten: Callable[[], Awaitable[None]],
     ) -> Flushed:
         """Serve names and bytes until the connection ends, then drain."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._commit.run)
             nursery.start_soon(self._controlled.tracing.run)
             nursery.start_soon(self._changes.ensure_copies)
-            nursery.start_soon(let_go)
+            nursery.start_soon(delete_forgotten)
             nursery.start_soon(self._relay_events, ending)
             if not self._catalog.ended_cleanly:
                 nursery.start_soon(self._collect_orphans)

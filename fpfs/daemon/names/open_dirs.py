@@ -92,7 +92,7 @@ class Directories:
         self._handles[handle] = _Handle(inode)
         return handle
 
-    def adopt(self, handle: int, inode: Inode, *, request: int) -> None:
+    def restore_handle(self, handle: int, inode: Inode, *, request: int) -> None:
         """Take over a handle that a server that died had given out.
 
         A listing that was under way ends where the directory ends when it goes on. The kernel may

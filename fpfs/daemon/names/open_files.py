@@ -170,14 +170,14 @@ class Files:
             self.writers += 1
         return handle
 
-    async def adopt(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
+    async def restore_handle(self, handle: int, inode: Inode, *, flags: int, request: int) -> None:
         """Take over a handle that a server that died had given out; the inode is loaded.
 
         The kernel may not know it yet: then it asks again, with the same request.
         """
         self._unanswered[request & ~RESENT] = handle
         writable = flags & os.O_ACCMODE != os.O_RDONLY
-        self._engine.adopt(handle, inode.ino, flags=flags)
+        self._engine.restore_handle(handle, inode.ino, flags=flags)
         await self._placing.apply_policy(inode, begins=False, is_emptied=False)
         if writable and inode.unfinished:  # the server may have died before it came to that
             self._engine.begin(inode.ino)

@@ -150,7 +150,7 @@ class Engine : public Plane {
 
   // What another process left, to be taken over before anything is served: open handles, and inodes
   // with changes in the order of their last closes. Each inode is loaded and recovered, or
-  // abandoned; then each handle adopted, or forgotten. An inode in two parts is drained between
+  // abandoned; then each handle restored, or forgotten. An inode in two parts is drained between
   // recover() and recover_later().
   struct Left {
     enum class Part : uint8_t {
@@ -182,7 +182,7 @@ class Engine : public Plane {
   void abandon(uint64_t ino);
   // Objects of all loaded files, committed or not.
   std::vector<ObjectKey> held_objects() EXCLUDES(table_mutex_);
-  Status adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
+  Status restore_handle(uint64_t handle, uint64_t ino, uint32_t flags) EXCLUDES(table_mutex_);
 
   Status load(uint64_t ino, Placement placement, uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
               std::optional<std::string> content,

@@ -311,19 +311,19 @@ std::vector<ObjectKey> Engine::held_objects() {
   return held;
 }
 
-Status Engine::adopt_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
+Status Engine::restore_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
   if (Status status = register_handle(handle, ino, flags); !status.ok()) return status;
-  const std::shared_ptr<Handle> adopted = this->handle(handle);
-  if (adopted->writable()) {
+  const std::shared_ptr<Handle> restored = this->handle(handle);
+  if (restored->writable()) {
     for (const arena::HandleRecord& record : left_handles_) {
-      if (record.handle == handle) adopted->killed_by = arena::signal_of(record.killed_by);
+      if (record.handle == handle) restored->killed_by = arena::signal_of(record.killed_by);
     }
     // Who wrote through it is forgotten, unless he has come to his end: the others did not write.
-    const MutexLock lock(adopted->mutex);
-    adopted->writers.insert(adopted->killed_by == 0 ? kOwnerUnknown : kOwnerGone);
+    const MutexLock lock(restored->mutex);
+    restored->writers.insert(restored->killed_by == 0 ? kOwnerUnknown : kOwnerGone);
   }
   // The kernel may have pages of it from before: of a reader, or of a map.
-  if ((flags & O_ACCMODE) != O_WRONLY) adopted->keep_pages();
+  if ((flags & O_ACCMODE) != O_WRONLY) restored->keep_pages();
   return {};
 }
 

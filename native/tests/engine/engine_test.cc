@@ -69,11 +69,11 @@ TEST_CASE("engine: the kernel may have pages as long as a handle is open that th
   CHECK_FALSE(file->has_kept_pages());
 
   // Of a handle that comes from another server it is not known: what only writes has none.
-  REQUIRE(engine.adopt_handle(2, 1, O_WRONLY).ok());
+  REQUIRE(engine.restore_handle(2, 1, O_WRONLY).ok());
   CHECK_FALSE(file->has_kept_pages());
-  REQUIRE(engine.adopt_handle(3, 1, O_RDWR).ok());
+  REQUIRE(engine.restore_handle(3, 1, O_RDWR).ok());
   CHECK(file->has_kept_pages());
-  REQUIRE(engine.adopt_handle(4, 1, O_RDONLY).ok());
+  REQUIRE(engine.restore_handle(4, 1, O_RDONLY).ok());
   engine.release_handle(3);
   CHECK(file->has_kept_pages());
   engine.release_handle(4);
