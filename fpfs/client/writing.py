@@ -51,7 +51,7 @@ class Progress:
             return self._before + (0 if self._writer is None else self._writer.bytes_written)
 
     @contextlib.contextmanager
-    def follow(self, writer: PieceWriter) -> Iterator[None]:
+    def track(self, writer: PieceWriter) -> Iterator[None]:
         """Count what is written meanwhile."""
         with self._lock:
             self._writer = writer
@@ -222,7 +222,7 @@ def write(
             threads=threads,
             first_crc=sums.of_begin,
         )
-        with (progress or Progress()).follow(writer):
+        with (progress or Progress()).track(writer):
             run_to_end(writer, check=check)
         sums.add(wave, writer.crc32())
         copied_bytes += writer.copied_bytes

@@ -41,13 +41,13 @@ int OpenFiles::acquire(IoRequest* request) {
   return 0;
 }
 
-void OpenFiles::adopt(uint64_t id, FileDescriptor fd) {
+void OpenFiles::add(uint64_t id, FileDescriptor fd) {
   Retired retired;
   {
     MutexLock lock(mutex_);
     OpenFile* file = insert(id, std::move(fd), OpenMode::ReadWrite);
     file->ours = true;
-    settle(file);
+    update_idle(file);
     shrink(&retired);
   }
   hand_over(std::move(retired));
@@ -68,7 +68,7 @@ void OpenFiles::release(IoRequest* request, int result) {
     if (file->removed) {
       if (file->users == 0) retired.emplace_back(file);
     } else {
-      settle(file);
+      update_idle(file);
       shrink(&retired);
     }
   }
@@ -124,7 +124,7 @@ OpenFile* OpenFiles::insert(uint64_t id, FileDescriptor fd, OpenMode mode) {
   return raw;
 }
 
-void OpenFiles::settle(OpenFile* file) {
+void OpenFiles::update_idle(OpenFile* file) {
   const bool flushed = directory_.direct() || file->writes_flushed == file->writes_finished;
   set_idle(file, file->users == 0 && flushed);
 }

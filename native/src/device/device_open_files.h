@@ -57,7 +57,7 @@ class OpenFiles {
   void release(IoRequest* request, int result) EXCLUDES(mutex_);
 
   // Takes over the descriptor of an object made just now.
-  void adopt(uint64_t id, FileDescriptor fd) EXCLUDES(mutex_);
+  void add(uint64_t id, FileDescriptor fd) EXCLUDES(mutex_);
   // The object is no more: closes its descriptor as soon as nothing uses it. False if something
   // does.
   bool forget(uint64_t id) EXCLUDES(mutex_);
@@ -71,7 +71,7 @@ class OpenFiles {
 
   void pin(OpenFile* file, IoRequest* request) REQUIRES(mutex_);
   OpenFile* insert(uint64_t id, FileDescriptor fd, OpenMode mode) REQUIRES(mutex_);
-  void settle(OpenFile* file) REQUIRES(mutex_);
+  void update_idle(OpenFile* file) REQUIRES(mutex_);
   void set_idle(OpenFile* file, bool idle) REQUIRES(mutex_);
   void shrink(Retired* retired) REQUIRES(mutex_);
   void take(OpenFile* file, Retired* retired) REQUIRES(mutex_);

@@ -95,7 +95,7 @@ bool ObjectPool::keep(uint64_t id) {
     (void)directory_.remove_object(id_new);
     return true;
   }
-  files_.adopt(id_new, std::move(fd));
+  files_.add(id_new, std::move(fd));
   MutexLock lock(mutex_);
   kept_.push_back({std::make_shared<Object>(id_new), id_new, bytes});
   kept_bytes_ += bytes;
@@ -197,7 +197,7 @@ int ObjectPool::make(uint32_t count, std::vector<uint64_t>* ids) {
     ids->clear();
     return synced;
   }
-  for (auto& [id, fd] : made) files_.adopt(id, std::move(fd));
+  for (auto& [id, fd] : made) files_.add(id, std::move(fd));
   return error;
 }
 

@@ -406,7 +406,7 @@ class File : public std::enable_shared_from_this<File> {
   Slot* steal(Slot* slot) REQUIRES(mutex_);
 
   // file_move.cc
-  void follow(const std::vector<Move>& moves) REQUIRES(mutex_);
+  void update_objects(const std::vector<Move>& moves) REQUIRES(mutex_);
   static void relocate(const Move& move, std::vector<Extent>* extents);
 
   // Space (file_space.cc)
@@ -468,7 +468,7 @@ class File : public std::enable_shared_from_this<File> {
   void give_up_place(const Extent& extent, Actions& actions) REQUIRES(mutex_);
   void finish_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
   void retire_slot(Slot* slot, Actions& actions) REQUIRES(mutex_);
-  bool adopt(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
+  bool record_written(const std::vector<WrittenExtent>& written, Actions& actions) REQUIRES(mutex_);
   void map_written(const WrittenExtent& written, Actions& actions) REQUIRES(mutex_);
   void trace_chunk(const Slot& slot) REQUIRES(mutex_);
 

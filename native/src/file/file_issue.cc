@@ -347,7 +347,7 @@ void File::give_up_place(const Extent& extent, Actions& actions) {
 }
 
 // The map learns of places whose bytes are on the device. False: the journal has no room for them.
-bool File::adopt(const std::vector<WrittenExtent>& written, Actions& actions) {
+bool File::record_written(const std::vector<WrittenExtent>& written, Actions& actions) {
   const bool noted = note([&](Journal& journal, const FileState& state) {
     return journal.note_extents(state, written);
   });
@@ -381,13 +381,13 @@ void File::finish_slot(Slot* slot, Actions& actions) {
     note([](Journal& journal, const FileState& state) {
       return journal.note(state, arena::Change::Lost);
     });
-  } else if (!adopt(slot->written, actions)) {
+  } else if (!record_written(slot->written, actions)) {
     // The slot keeps the bytes; commits of other files make room.
     plane_.park([self = shared_from_this(), slot] {
       Actions after;
       {
         const MutexLock lock(self->mutex_);
-        if (!self->adopt(slot->written, after)) return Retry::Waiting;
+        if (!self->record_written(slot->written, after)) return Retry::Waiting;
         self->retire_slot(slot, after);
       }
       after.run();

@@ -41,12 +41,13 @@ void File::end_move(const std::vector<Move>& moves) {
                                                      entry->second->reserved_blocks == 0) {
       appenders_.erase(entry);
     }
-    follow(moves);
+    update_objects(moves);
   }
 }
 
-// An object that this file has nothing in is not its to remove: others may have.
-void File::follow(const std::vector<Move>& moves) {
+// Refers to the objects that were moved to, and no more to those that nothing of this file is in:
+// these are not its to remove, since others may have something there.
+void File::update_objects(const std::vector<Move>& moves) {
   std::set<std::pair<uint16_t, uint64_t>> used = map_.objects();
   for (const auto& [number, entry] : appenders_) {
     for (const OpenObject& each : entry->objects) used.insert({number, each.id});

@@ -72,7 +72,7 @@ bool ReadAhead::read(uint64_t offset, size_t length, Hit hit, Miss miss) {
   {
     const MutexLock lock(mutex_);
     wanted.pieces = covering(offset, wanted.end);
-    started = follow(offset, wanted.end, size, &gone);
+    started = advance(offset, wanted.end, size, &gone);
     is_taken = !wanted.pieces.empty();
     if (is_taken) (are_there(wanted.pieces) ? served : waiting_).push_back(std::move(wanted));
   }
@@ -111,8 +111,8 @@ void ReadAhead::forget_before(uint64_t offset, Pieces* gone) {
   }
 }
 
-// The pieces that are to be read next.
-ReadAhead::Pieces ReadAhead::follow(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) {
+// Moves the window to behind a read; the pieces that are to be read next.
+ReadAhead::Pieces ReadAhead::advance(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) {
   if (offset > next_ + kDisorderBytes || end + kDisorderBytes < next_) {
     forget_before(UINT64_MAX, gone);
     next_ = ahead_ = end;

@@ -52,7 +52,7 @@ class ReadAhead : public std::enable_shared_from_this<ReadAhead> {
   };
   Pieces covering(uint64_t offset, uint64_t end) REQUIRES(mutex_);
   static bool are_there(const Pieces& pieces);
-  Pieces follow(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) REQUIRES(mutex_);
+  Pieces advance(uint64_t offset, uint64_t end, uint64_t size, Pieces* gone) REQUIRES(mutex_);
   void forget_before(uint64_t offset, Pieces* gone) REQUIRES(mutex_);
   void piece_done(Piece* piece, int error, size_t length) EXCLUDES(mutex_);
   void deliver(const Waiting& waiting);

@@ -35,7 +35,7 @@ class BusyDevice {
     request->shared = shared_;
     device.submit(request);
   }
-  ~BusyDevice() { shared_->let_go.put(0); }
+  ~BusyDevice() { shared_->release.put(0); }
   BusyDevice(const BusyDevice&) = delete;
   BusyDevice& operator=(const BusyDevice&) = delete;
   void wait() { shared_->begun.wait(); }
@@ -43,13 +43,13 @@ class BusyDevice {
  private:
   struct Shared {
     Delivery<int> begun;
-    Delivery<int> let_go;
+    Delivery<int> release;
   };
   struct Request : IoRequest {
     std::shared_ptr<Shared> shared;
     void complete(int result) override {
       shared->begun.put(result);
-      shared->let_go.wait();
+      shared->release.wait();
       delete this;
     }
   };
@@ -337,35 +337,35 @@ TEST_CASE("what reads may still want is given back after them") {
   CHECK(wait_done() == std::vector<std::pair<uint64_t, int>>{{discarded, ENODEV}});
 }
 
-TEST_CASE("what a file lets go of before any version had it does not wait for a commit") {
+TEST_CASE("what a file gives up before any version had it does not wait for a commit") {
   EngineFixture fixture({2, kChunkBytes, 16});
   const auto file = fixture.load(1);
   const std::string bytes = random_bytes(2 * kChunkBytes, 9);
-  std::function<void()> let_go;
+  std::function<void()> give_up;
   std::string left;
   SUBCASE("cut off") {
-    let_go = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
+    give_up = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
   }
   SUBCASE("cut off, but for a byte") {
-    let_go = [&] { REQUIRE(fixture.truncate(*file, 1) == 0); };
+    give_up = [&] { REQUIRE(fixture.truncate(*file, 1) == 0); };
     left = bytes.substr(0, 1);
   }
   SUBCASE("overwritten") {
-    let_go = [] {};
+    give_up = [] {};
     left = bytes;
   }
   SUBCASE("punched out") {
-    let_go = [&] { REQUIRE(fixture.punch(*file, 0, bytes.size()) == 0); };
+    give_up = [&] { REQUIRE(fixture.punch(*file, 0, bytes.size()) == 0); };
     left.assign(bytes.size(), '\0');
   }
   SUBCASE("cut off, after a version that became current") {
     REQUIRE(fixture.write(*file, 0, bytes) == 0);
     REQUIRE(fixture.commit(*file, false) == 0);
-    let_go = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
+    give_up = [&] { REQUIRE(fixture.truncate(*file, 0) == 0); };
   }
   for (uint64_t written = 0; written < 4 * kUnusedMax; written += bytes.size()) {
     REQUIRE(fixture.write(*file, 0, bytes) == 0);
-    let_go();
+    give_up();
   }
   CHECK(fixture.read(*file, 0, bytes.size()) == left);
   SnapshotData snapshot;  // its commit would give back all, its garbage too

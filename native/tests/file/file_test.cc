@@ -74,12 +74,12 @@ class ModelRun {
         return;
       default:
         if (below(4) == 0) reload(below(2) == 0);
-        if (below(4) == 0) follow_policy();
+        if (below(4) == 0) apply_policy();
     }
   }
 
   // Other devices, other chunks, other limits, in the middle of it all.
-  void follow_policy() {
+  void apply_policy() {
     file_->set_flow({Ack::Early, static_cast<uint32_t>(below(3)),
                      static_cast<uint32_t>(below(2) == 0 ? 0 : 2 + below(3)), true});
     REQUIRE(fixture_.commit(*file_, below(2) == 0) == 0);
