@@ -35,14 +35,14 @@ def nothing() -> None:
 class Contender:
     """One way to do the job. `play` does it once and returns the value in the group's unit.
 
-    `prepare` (before) and `settle` (after) are not timed: caches are dropped, dirty data written.
+    `prepare` (before) and `quiesce` (after) are not timed: caches are dropped, dirty data written.
     `also`: what else is known then, by the name under which it stands in the table.
     """
 
     name: str
     play: Callable[[], float]
     prepare: Callable[[], object] = nothing
-    settle: Callable[[], object] = nothing
+    quiesce: Callable[[], object] = nothing
     also: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
 
@@ -196,7 +196,7 @@ def _play(
             progress(f"round {index + 1}/{rounds}: {contender.name}")
             contender.prepare()
             value = contender.play()
-            contender.settle()
+            contender.quiesce()
             values[contender.name].append(value)
             for name, known in contender.also.items():
                 values[name].append(known())

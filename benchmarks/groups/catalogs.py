@@ -25,11 +25,11 @@ def _small_files(name: str, *, worker: Worker, mount: FpfsMount, count: int) -> 
         mount.flush()
         return count / (time.monotonic() - started_s)
 
-    def settle() -> None:
+    def quiesce() -> None:
         shutil.rmtree(directory)
         mount.flush()
 
-    return Contender(name=name, prepare=directory.mkdir, play=play, settle=settle)
+    return Contender(name=name, prepare=directory.mkdir, play=play, quiesce=quiesce)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
                 path=mount.path / FILE,
                 total_bytes=state_bytes(tensors),
                 prepare=_fresh(mount),
-                settle=mount.flush,
+                quiesce=mount.flush,
                 **SAVE,
             )
             for name, mount in mounts.items()
@@ -124,7 +124,7 @@ def _processor_time(
             return (WHO[who](mount) - before) / TICKS_A_SECOND / (total_bytes / GIB)
 
         return Contender(
-            name=f"{who}, {name}", play=play, prepare=lambda: prepare(mount), settle=mount.flush
+            name=f"{who}, {name}", play=play, prepare=lambda: prepare(mount), quiesce=mount.flush
         )
 
     return [contender(who, name, mount) for who in WHO for name, mount in mounts.items()]

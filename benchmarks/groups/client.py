@@ -37,7 +37,7 @@ def rotating(
     workers: Sequence[Worker],
     folder: Path,
     total_bytes: int,
-    settle: Callable[[], None],
+    quiesce: Callable[[], None],
     command: str,
     **options: Any,
 ) -> Contender:
@@ -51,7 +51,7 @@ def rotating(
         # The one library that saves to a directory wants none there.
         if turn.is_dir() and command == "save_torch_checkpointing":
             shutil.rmtree(turn)
-            settle()
+            quiesce()
 
     def play() -> float:
         return total_bytes / alike(workers, command, path=str(turn), **options) / 1e9
@@ -60,8 +60,8 @@ def rotating(
     for _ in range(2 * ROTATED):
         prepare()
         play()
-        settle()
-    return Contender(name=name, prepare=prepare, play=play, settle=settle)
+        quiesce()
+    return Contender(name=name, prepare=prepare, play=play, quiesce=quiesce)
 
 
 def beside(
@@ -83,7 +83,7 @@ def beside(
     def play() -> float:
         return alike([worker], command, path=next(names), **options)
 
-    def settle() -> None:
+    def quiesce() -> None:
         worker.call(wait)
         flush()
         sync()
@@ -91,8 +91,8 @@ def beside(
     # Until all that is replaced takes new bytes.
     for _ in range(2 * ROTATED):
         play()
-        settle()
-    return Contender(name=name, play=play, settle=settle)
+        quiesce()
+    return Contender(name=name, play=play, quiesce=quiesce)
 
 
 def loader(
@@ -122,8 +122,8 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
         mount = stack.enter_context(bench.fpfs())
         worker = stack.enter_context(bench.worker(tensors=tensors))
         common: dict[str, Any] = {"total_bytes": total_bytes}
-        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
-        on_plain: dict[str, Any] = {"folder": plain, "settle": sync, **common}
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "quiesce": mount.flush, **common}
+        on_plain: dict[str, Any] = {"folder": plain, "quiesce": sync, **common}
 
         entries: list[Entry] = [
             fio.overwriting(plain, total_bytes=total_bytes),
@@ -152,7 +152,7 @@ def _processor_time(bench: Bench) -> Iterator[Sequence[Entry]]:
         mount = stack.enter_context(bench.fpfs())
         worker = stack.enter_context(bench.worker(tensors=tensors))
         common: dict[str, Any] = {"total_bytes": state_bytes(tensors)}
-        on_fpfs: dict[str, Any] = {"folder": mount.path, "settle": mount.flush, **common}
+        on_fpfs: dict[str, Any] = {"folder": mount.path, "quiesce": mount.flush, **common}
 
         def counted(contender: Contender) -> Contender:
             def play() -> float:
@@ -181,7 +181,7 @@ def _deepspeed(
         workers=[stack.enter_context(bench.worker(tensors=tensors))],
         folder=plain,
         total_bytes=state_bytes(tensors),
-        settle=sync,
+        quiesce=sync,
         command="save_deepspeed",
         legacy=True,
     )
@@ -203,7 +203,7 @@ def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
         def save() -> float:
             return alike([worker], "save_beside", path=str(mount.path / next(names)))
 
-        def settle() -> None:
+        def quiesce() -> None:
             worker.call("wait_beside")
             mount.flush()
 
@@ -213,9 +213,9 @@ def _stalls(bench: Bench) -> Iterator[Sequence[Entry]]:
                 name="a saver's first save",
                 prepare=lambda: worker.call("wait_beside", memory_bytes=memory_bytes),
                 play=save,
-                settle=settle,
+                quiesce=quiesce,
             ),
-            Contender(name="its next save", play=save, settle=settle),
+            Contender(name="its next save", play=save, quiesce=quiesce),
         ]
 
 

@@ -57,7 +57,7 @@ def _open(bench: Bench) -> Iterator[Sequence[Entry]]:
     with bench.worker(tensors=tensors) as worker, bench.fpfs() as mount:
         asking = Asking(mount)
 
-        def settle() -> None:
+        def quiesce() -> None:
             asking.stop()
             mount.flush()
 
@@ -68,7 +68,7 @@ def _open(bench: Bench) -> Iterator[Sequence[Entry]]:
                 path=mount.path / FILE,
                 total_bytes=state_bytes(tensors),
                 prepare=asking.start if asked else asking.stop,
-                settle=settle,
+                quiesce=quiesce,
                 fsync=False,
             )
 

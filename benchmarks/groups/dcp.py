@@ -36,14 +36,14 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
             rotating(
                 "fpfs.dcp",
                 folder=mount.path,
-                settle=mount.flush,
+                quiesce=mount.flush,
                 command="save_dcp_by_fpfs",
                 **common,
             ),
             rotating(
-                "DCP to fpfs", folder=mount.path, settle=mount.flush, command="save_dcp", **common
+                "DCP to fpfs", folder=mount.path, quiesce=mount.flush, command="save_dcp", **common
             ),
-            rotating("DCP", folder=plain, settle=sync, command="save_dcp", **common),
+            rotating("DCP", folder=plain, quiesce=sync, command="save_dcp", **common),
         ]
 
 
@@ -92,7 +92,7 @@ def _durable_beside(bench: Bench) -> Iterator[Sequence[Entry]]:
                 workers=[stack.enter_context(bench.worker(tensors=tensors))],
                 folder=folder,
                 total_bytes=total_bytes,
-                settle=mount.flush if folder == mount.path else sync,
+                quiesce=mount.flush if folder == mount.path else sync,
                 command="save_dcp_beside_durably",
                 stager=stager,
             )

@@ -76,7 +76,7 @@ def _durable(bench: Bench, *, saves: Sequence[_Save]) -> Iterator[Sequence[Entry
                 workers=[worker],
                 total_bytes=total_bytes,
                 folder=mount.path if save.on_fpfs else plain,
-                settle=mount.flush if save.on_fpfs else sync,
+                quiesce=mount.flush if save.on_fpfs else sync,
                 command=save.command,
                 **save.options,
             )

@@ -28,12 +28,12 @@ LIBRARIES: dict[str, dict[str, Any]] = {
 """What a worker is asked for, by the library's name."""
 
 
-def _clear(path: Path, settle: Callable[[], None]) -> None:
+def _clear(path: Path, quiesce: Callable[[], None]) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    settle()
+    quiesce()
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def _fresh(bench: Bench, *, fsync: bool) -> Iterator[Sequence[Entry]]:
     tensors = bench.scale.tensors
     with bench.worker(tensors=tensors) as worker, bench.plain() as plain, bench.fpfs() as mount:
 
-        def entry(library: str, place: str, folder: Path, settle: Callable[[], None]) -> Entry:
+        def entry(library: str, place: str, folder: Path, quiesce: Callable[[], None]) -> Entry:
             name, path = f"{library}: {place}", folder / "state"
             try:
                 return saver(
@@ -49,8 +49,8 @@ def _fresh(bench: Bench, *, fsync: bool) -> Iterator[Sequence[Entry]]:
                     worker=worker,
                     path=path,
                     total_bytes=state_bytes(tensors),
-                    prepare=partial(_clear, path, settle),
-                    settle=settle,
+                    prepare=partial(_clear, path, quiesce),
+                    quiesce=quiesce,
                     fsync=fsync,
                     **LIBRARIES[library],
                 )
@@ -60,9 +60,9 @@ def _fresh(bench: Bench, *, fsync: bool) -> Iterator[Sequence[Entry]]:
                 return Missing(name=name, reason=str(error))
 
         yield [
-            entry(library, place, folder, settle)
+            entry(library, place, folder, quiesce)
             for library in LIBRARIES
-            for place, folder, settle in (
+            for place, folder, quiesce in (
                 ("fpfs", mount.path, mount.flush),
                 ("filesystem", plain, sync),
             )

@@ -29,11 +29,11 @@ def _small_files(
         flush()
         return count / (time.monotonic() - started_s)
 
-    def settle() -> None:
+    def quiesce() -> None:
         shutil.rmtree(directory)
         flush()
 
-    return Contender(name=name, prepare=directory.mkdir, play=play, settle=settle)
+    return Contender(name=name, prepare=directory.mkdir, play=play, quiesce=quiesce)
 
 
 @contextlib.contextmanager

@@ -50,15 +50,15 @@ def _rotating(
         took_s = together(workers, "save_shares", path=paths, copies=[copies] * NODES)
         return total_bytes / took_s / 1e9
 
-    def settle() -> None:
+    def quiesce() -> None:
         for mount in mounts:
             mount.flush()
 
     # Until all that is replaced takes new bytes.
     for _ in range(4):
         play()
-        settle()
-    return Contender(name=name, play=play, settle=settle)
+        quiesce()
+    return Contender(name=name, play=play, quiesce=quiesce)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def _contender(
 
     play()
     mount.flush()
-    return Contender(name=name, play=play, settle=mount.flush)
+    return Contender(name=name, play=play, quiesce=mount.flush)
 
 
 @contextlib.contextmanager

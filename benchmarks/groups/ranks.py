@@ -56,7 +56,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
                     workers=workers,
                     folder=mount.path,
                     total_bytes=total_bytes,
-                    settle=mount.flush,
+                    quiesce=mount.flush,
                     command="save_client",
                 )
             )
@@ -67,7 +67,7 @@ def _saves(bench: Bench) -> Iterator[Sequence[Entry]]:
                         workers=workers,
                         folder=plain,
                         total_bytes=total_bytes,
-                        settle=sync,
+                        quiesce=sync,
                         command="save_dcp_together",
                     )
                 )
@@ -153,7 +153,7 @@ def _fresh(
     def play() -> float:
         return total_bytes / alike(workers, "save_client", path=str(path)) / 1e9
 
-    return Contender(name=name, prepare=prepare, play=play, settle=mount.flush)
+    return Contender(name=name, prepare=prepare, play=play, quiesce=mount.flush)
 
 
 GROUPS = (

@@ -79,7 +79,7 @@ class _Filesystem:
             raise RuntimeError("what was acknowledged is not there")
         return elapsed_s
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait until everything is durable, and what the kill left is collected."""
         self._mount.flush()
         while self._mount.status()["recovery"]["objects_removed"] is None:
@@ -97,7 +97,7 @@ def _open(bench: Bench) -> Iterator[Sequence[Entry]]:
         try:
             yield [
                 Contender(
-                    name="after kill -9", play=filesystem.after_kill, settle=filesystem.settle
+                    name="after kill -9", play=filesystem.after_kill, quiesce=filesystem.quiesce
                 ),
                 Contender(name="after a clean end", play=filesystem.after_clean_end),
             ]

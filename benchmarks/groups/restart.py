@@ -48,7 +48,7 @@ def _kill(mount: FpfsMount) -> float:
 @contextlib.contextmanager
 def _open(bench: Bench) -> Iterator[Sequence[Entry]]:
     with bench.fpfs() as mount:
-        yield [Contender(name="fpfs", play=lambda: _kill(mount), settle=mount.flush)]
+        yield [Contender(name="fpfs", play=lambda: _kill(mount), quiesce=mount.flush)]
 
 
 GROUPS = (

@@ -29,7 +29,7 @@ def saver(
     path: Path,
     total_bytes: int,
     prepare: Callable[[], None] = nothing,
-    settle: Callable[[], None] = sync,
+    quiesce: Callable[[], None] = sync,
     command: str = "save",
     **options: Any,
 ) -> Contender:
@@ -41,8 +41,8 @@ def saver(
 
     prepare()
     play()
-    settle()
-    return Contender(name=name, play=play, prepare=prepare, settle=settle)
+    quiesce()
+    return Contender(name=name, play=play, prepare=prepare, quiesce=quiesce)
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def _rewrites(bench: Bench, tensors: int, *, fsync: bool) -> Iterator[Sequence[E
         entries = [] if fsync else [saver("/dev/null", path=Path("/dev/null"), **common)]
         yield [
             *entries,
-            saver("fpfs", path=mount.path / FILE, settle=mount.flush, **common),
+            saver("fpfs", path=mount.path / FILE, quiesce=mount.flush, **common),
             saver("filesystem", path=plain / FILE, **common),
             saver("filesystem, in place", path=plain / WARM, command="save_in_place", **common),
             saver("naive", path=naive / FILE, **common),
@@ -86,13 +86,13 @@ def _device_speed(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
                 path.unlink(missing_ok=True)
                 mount.flush()
 
-            return saver(name, path=path, prepare=prepare, settle=mount.flush, **common, **options)
+            return saver(name, path=path, prepare=prepare, quiesce=mount.flush, **common, **options)
 
         entries: list[Entry] = [
             Contender(
                 name="fio",
                 play=lambda: fio.write_gb_per_s(plain, total_bytes=total_bytes),
-                settle=sync,
+                quiesce=sync,
             ),
             fresh("fpfs, CRC32 off", crc32=False),
             fresh("fpfs, legacy", legacy=True),
@@ -146,7 +146,7 @@ def _rotation(bench: Bench, tensors: int) -> Iterator[Sequence[Entry]]:
             for _ in range(2 * ROTATED):
                 play()
                 on.flush()
-            return Contender(name=name, play=play, settle=on.flush)
+            return Contender(name=name, play=play, quiesce=on.flush)
 
         yield [
             fio.overwriting(plain, total_bytes=total_bytes),

@@ -50,7 +50,7 @@ def _fresh_save(width: int, mount: FpfsMount, worker: Worker, *, total_bytes: in
         path=path,
         total_bytes=total_bytes,
         prepare=prepare,
-        settle=mount.flush,
+        quiesce=mount.flush,
         fsync=True,
     )
 

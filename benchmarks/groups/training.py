@@ -63,12 +63,12 @@ class _Trainer:
     def contender(self, name: str) -> Contender:
         """Iterations with checkpoints, and a job of some until all is durable."""
         return Contender(
-            name=name, play=self._train, settle=sync, also={job(name): lambda: self._job}
+            name=name, play=self._train, quiesce=sync, also={job(name): lambda: self._job}
         )
 
     def alone(self) -> Contender:
         """A save while nothing else goes on."""
-        return Contender(name=ALONE, play=self._save, settle=sync)
+        return Contender(name=ALONE, play=self._save, quiesce=sync)
 
     def _train(self) -> float:
         before_s = self._plain()

@@ -86,7 +86,7 @@ def _save_by(
         path=path,
         total_bytes=state_bytes(bench.scale.tensors_lab),
         prepare=prepare,
-        settle=mount.flush,
+        quiesce=mount.flush,
         fsync=True,
     )
 

@@ -20,7 +20,7 @@ def overwriting(directory: Path, *, total_bytes: int) -> Contender:
         return write_gb_per_s(directory, total_bytes=total_bytes, overwrite=True)
 
     play()
-    return Contender(name="fio, overwriting", play=play, settle=sync)
+    return Contender(name="fio, overwriting", play=play, quiesce=sync)
 
 
 def write_gb_per_s(directory: Path, *, total_bytes: int, overwrite: bool = False) -> float:

@@ -73,13 +73,13 @@ def play_values(bench: Bench, *, rounds: int = 5, bounds: tuple[Bound, ...]) -> 
 
 
 def test_what_else_a_round_tells_stands_in_the_table_and_is_judged(bench: Bench) -> None:
-    settled: list[float] = []
+    quiesced: list[float] = []
     group = group_of(
         Contender(
             name="own",
             play=lambda: 1.0,
-            settle=lambda: settled.append(3.0 + len(settled)),
-            also={"own, in the end": lambda: settled[-1]},
+            quiesce=lambda: quiesced.append(3.0 + len(quiesced)),
+            also={"own, in the end": lambda: quiesced[-1]},
         ),
         bounds=(Bound(contender="own, in the end", peer="own", figure=4.5),),
     )
@@ -99,12 +99,12 @@ def test_every_contender_plays_once_a_round_and_nobody_always_follows_the_same(
             name=name,
             prepare=lambda: played.append(f"{name}-prepared"),
             play=lambda: played.append(name) or 1.0,
-            settle=lambda: played.append(f"{name}-settled"),
+            quiesce=lambda: played.append(f"{name}-quiesced"),
         )
 
     group = group_of(contender("a"), contender("b"), contender("c"))
     run_group(group, bench, rounds=4, progress=ignore)
-    assert played[:3] == ["a-prepared", "a", "a-settled"]
+    assert played[:3] == ["a-prepared", "a", "a-quiesced"]
     names = [name for name in played if "-" not in name]
     rounds = [names[index : index + 3] for index in range(0, 12, 3)]
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds)

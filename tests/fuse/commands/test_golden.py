@@ -102,7 +102,7 @@ def documents() -> dict[str, tuple[str, str]]:
         printed = {}
         for command, words in COMMANDS.items():
             text = ctl(mount, *words, "--json")
-            shown = json.dumps(settled(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+            shown = json.dumps(stable(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
             printed[command] = (text, without_paths(mount, shown))
         return printed
 
@@ -139,7 +139,7 @@ def ctl(mount: Mount, *words: str) -> str:
     return done.stdout
 
 
-def settled(value: Any, key: str = "") -> Any:
+def stable(value: Any, key: str = "") -> Any:
     """A document without what differs from run to run."""
     if key in FIXED:
         return f"<{key}>"
@@ -148,9 +148,9 @@ def settled(value: Any, key: str = "") -> Any:
     if key == "channel":
         return dict.fromkeys(sorted(value), f"<{key}>")
     if isinstance(value, dict):
-        return {name: settled(inner, name) for name, inner in value.items()}
+        return {name: stable(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [settled(inner) for inner in value]
+        return [stable(inner) for inner in value]
     return value
 
 
