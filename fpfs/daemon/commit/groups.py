@@ -151,7 +151,7 @@ class Groups:
         await self._commit.wait_queued()
         return True
 
-    async def release(self, freed: Sequence[int]) -> None:
+    async def delete_freed(self, freed: Sequence[int]) -> None:
         """Delete inodes without a name that a group referred to and does not any more."""
         for ino in freed:
             was_kept = self._inodes.cached(ino) is None
@@ -181,7 +181,7 @@ class Groups:
             groups.refuse_incomplete(transaction, ino, failed)
             return freed
 
-        await self.release(await self._catalog.write(commit))
+        await self.delete_freed(await self._catalog.write(commit))
         await self._catalog.make_durable()
 
     async def uncommitted(self) -> Sequence[Uncommitted]:

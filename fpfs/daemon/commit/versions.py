@@ -247,7 +247,7 @@ class Versions:
         if allocated_bytes:
             log.warning(
                 "no space for %s: overwriting needs the space of both contents, and the one before"
-                " holds %s until the new one is whole; make room, or let it go first"
+                " holds %s until the new one is whole; make room, or give it up first"
                 " (fpfs-ctl policy set DIRECTORY replace=inplace)",
                 name,
                 format_size(allocated_bytes),

@@ -44,7 +44,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class Refusing(Exception):
-    """A client is to be told why it is not served any more, and let go."""
+    """A client is to be told why it is not served any more, and disconnected."""
 
 
 class Connections:

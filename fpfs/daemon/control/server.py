@@ -6,7 +6,7 @@ Invariants:
     mount that is open to them, and told what that lets them see; what is the `owners`' question is
     not for them. Who asks is what the kernel says he is.
   * What clients take up is bounded (`control.limits`). One that breaks a rule is told so in one
-    line and let go.
+    line and disconnected.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
     newest belongs to the mount that has the number now.
   * A request that fails, whatever the reason, ends neither the mount nor the server.

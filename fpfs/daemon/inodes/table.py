@@ -354,7 +354,7 @@ class InodeTable:
         )
 
     def release(self, inode: Inode) -> None:
-        """Give up one use; the last one lets the inode go where nothing else keeps it."""
+        """Give up one use; the last one drops the inode where nothing else keeps it."""
         inode.users -= 1
         if inode.users == 0:
             inode.drop_lock()

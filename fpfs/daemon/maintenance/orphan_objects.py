@@ -45,7 +45,7 @@ BATCH = 512
 async def collect(*, catalog: Catalog, engine: Engine, devices: Sequence[DeviceDirectory]) -> int:
     """Remove all orphans, durably; returns how many there were.
 
-    Raises the OSError of a device that does not let go of some, after having tried the others.
+    Raises the OSError of a device that cannot remove some, after having tried the others.
     """
     count = 0
     failure = None

@@ -1,4 +1,4 @@
-"""Renewal: a mount goes on with the program that is installed by now, while programs use it.
+"""Renewal: a mount upgrades to the installed program while programs use it.
 
 The server asks the installed program what it is, and makes room; the keeper executes it in its own
 place. That is as if the server had died: the next one takes over (`maintenance.crash_resume`).

@@ -395,7 +395,7 @@ class Entries:
         renaming = self._groups.renaming(source, destination, rename)
         recording = self._requests.recording(request, renaming)
         done = await self._write(recording, apply=renamed)
-        await self._groups.release(done.freed)
+        await self._groups.delete_freed(done.freed)
         await self._versions.apply(changed)
         if done.replaced is not None:
             await self._delete_if_unused(done.replaced)
@@ -454,7 +454,7 @@ class Entries:
         without room for as much again, that moment would let a write fail right after the removal
         that made room for it: there the answer waits until the space is back.
         """
-        await self._groups.release(removed.freed)
+        await self._groups.delete_freed(removed.freed)
         if removed.nlink:
             return
         inode = await self._inodes.get(removed.ino)
