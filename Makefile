@@ -151,7 +151,8 @@ test-tsan: setup $(STAMPS)/tools-test ## The C++ tests under the thread sanitize
 FPFS_NO_SKIPS ?= $(shell test "$$(id -u)" -ne 0 || test ! -e /dev/loop-control || echo 1)
 
 # $(1): build folder, $(2): sanitizer. ctest says nothing of tests that pass: what they skipped
-# stands in its log. What failed is told last, where it is not lost among what passed.
+# stands in its log. What failed is told last, where it is not lost among what passed, and what repeats
+# it; in the names of cases ? stands for what doctest or the shell would take otherwise.
 define native_tests
 $(VENV)/bin/cmake -S native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
   -DCMAKE_CXX_COMPILER=$(CXX) -DFPFS_TESTS=ON -DFPFS_SANITIZE=$(2) > /dev/null && \
@@ -159,7 +160,10 @@ $(VENV)/bin/cmake --build $(1) -j $(JOBS) && \
 { FPFS_NO_SKIPS=$(FPFS_NO_SKIPS) FPFS_SANITIZE_WANTED=$(2) \
     $(VENV)/bin/ctest --test-dir $(1) -j $(JOBS) --output-on-failure || \
   { echo 'What failed, once more:'; \
-    grep -E -B 8 -A 8 '(ERROR|exception): ' $(1)/Testing/Temporary/LastTest.log; exit 1; }; } && \
+    grep -E -B 8 -A 8 '(ERROR|exception): ' $(1)/Testing/Temporary/LastTest.log; \
+    sed -nE '/^TEST CASE: /h; /(ERROR|exception): /{x;p;x}' $(1)/Testing/Temporary/LastTest.log | \
+      sort -u | sed -E "s/[,']/?/g; s/^TEST CASE: *(.*)/repeat: $(subst /,\/,$(1))\/tests\/fpfs_native_tests -tc='\1'/"; \
+    exit 1; }; } && \
 { grep -E '^skipped [0-9]+: ' $(1)/Testing/Temporary/LastTest.log || true; }
 endef
 

@@ -15,6 +15,7 @@ import fcntl
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def _turn(*, alone: bool) -> Iterator[None]:
 def _end_hang(name: str, terminal_fd: int) -> None:
     """Print every stack, free what hangs on a mount, and exit."""
     with os.fdopen(terminal_fd, "w") as terminal:
-        terminal.write(f"\n{name} hangs for {HANG_S:g} s; repeat: {_repeat(name)}\n")
+        terminal.write(f"\n{name} hangs for {HANG_S:g} s\nrepeat: {_repeat(name)}\n")
         terminal.flush()
         faulthandler.dump_traceback(terminal, all_threads=True)
         for mount in list(live_mounts):
@@ -125,8 +126,11 @@ def _end_hang(name: str, terminal_fd: int) -> None:
         os._exit(EXIT_HANG)
 
 
-def _repeat(name: str) -> str:
-    return f"{sys.executable} -m pytest '{name}'"
+def _repeat(name: str, printed: str = "") -> str:
+    """The command that runs a test again, at the same size and with the seed that it `printed`."""
+    seed = re.search(r"FPFS_SEED=\d+", printed)
+    words = [*(["FPFS_LONG=1"] if IS_LONG else []), *([seed.group()] if seed else [])]
+    return " ".join([*words, sys.executable, "-m pytest -m ''", f"'{name}'"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -143,5 +147,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reasons[longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)] += 1
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
-    for report in terminalreporter.stats.get("failed", []):
-        terminalreporter.write_line(f"repeat: {_repeat(report.nodeid)}")
+    for kind in ("failed", "error"):
+        for report in terminalreporter.stats.get(kind, []):
+            repeat = _repeat(report.nodeid, report.capstdout)
+            terminalreporter.write_line(f"repeat: {repeat}")
