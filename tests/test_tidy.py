@@ -160,8 +160,10 @@ def test_includes_go_downward_only() -> None:
 
     def rule(path: Path) -> Iterator[str]:
         room = path.relative_to(root).parts[0]
-        for included in re.findall(r'#include "([^"]+)"', path.read_text()):
-            if included.split("/")[0] not in NATIVE_ROOMS[room] | {room}:
+        for mark, included in re.findall(r'#\s*include\s*([<"])([^">]+)', path.read_text()):
+            above = included.partition("/")[0]
+            is_ours = mark == '"' or above in NATIVE_ROOMS
+            if is_ours and above not in NATIVE_ROOMS[room] | {room}:
                 yield f"{room} does not know {included}"
 
     rooms = [path for path in NATIVE if path.is_relative_to(root)]
