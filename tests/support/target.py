@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fpfs.testing.mounted import STAGING_DEFAULT, mounted
+from tests.support.system import syncfs
 
 DIRECTORY_VARIABLE = "FPFS_TEST_DIRECTORY"
 
@@ -47,7 +48,11 @@ class PlainTarget:
 
     def remount(self) -> None:
         """Write everything back; a plain directory stays where it is."""
-        os.sync()
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            syncfs(fd)
+        finally:
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -306,7 +306,7 @@ def test_a_store_that_hangs_or_ends() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         raw = dist.TCPStore("127.0.0.1", port, None, False)
-        found = Store(raw, prefix="test", timeout_s=LIMIT_S)
+        found = Store(raw, prefix="test", timeout_s=60.0)
         found.open()
         found.set("key", b"value")
         assert (found.check(["key"]), found.check(["key", "other"])) == (True, False)

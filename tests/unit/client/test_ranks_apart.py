@@ -68,7 +68,7 @@ def save_in_groups(path: str) -> str:
     """As a rank: save; rank 1 takes another group than the others."""
     part = dist.new_group([0, 1])
     group = part if dist.get_rank() == 1 else None
-    return said_of(lambda: client.save(large_state(seed=1), path, group=group, timeout_s=2.0))
+    return said_of(lambda: client.save(large_state(seed=1), path, group=group, timeout_s=4.0))
 
 
 def test_ranks_that_take_unlike_groups(forks: Worlds, path: Path) -> None:

@@ -238,9 +238,10 @@ def miss_one(root: str, misses: int) -> list[str]:
     said = []
     with AsyncSaver(in_flight=2) as saver:
         saver.save(state_of(0), os.path.join(root, "0.pt"))
+        dist.barrier()
         if dist.get_rank() != misses:
             try:
-                client.save(state_of(1), os.path.join(root, "1.pt"), timeout_s=1.0)
+                client.save(state_of(1), os.path.join(root, "1.pt"), timeout_s=3.0)
             except client.RankFailed as error:
                 said.append(str(error))
         dist.barrier()

@@ -145,9 +145,9 @@ def test_a_trace_that_nobody_reads_ends(tmp_path: Path) -> None:
     async def run() -> None:
         async with tracing(tmp_path) as (_, made):
             trace = await begin(made)
-            await pass_time(LEASE_S * 0.9)
+            await pass_time(LEASE_S * 0.6)
             await read(made, trace)
-            await pass_time(LEASE_S * 0.9)
+            await pass_time(LEASE_S * 0.6)
             await read(made, trace)  # it was read in time
             await pass_time(LEASE_S * 1.1)
             with pytest.raises(NoSuchEntry):
