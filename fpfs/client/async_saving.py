@@ -14,12 +14,14 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -33,7 +35,7 @@ from fpfs.client.saving import Finished, Save, Saved
 from fpfs.client.shares.saving import SharesSave
 from fpfs.client.snapshot import InPlace, Memory
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.client.updates import Held, Updates
+from fpfs.client.updates import Held, Updates, give_up
 from fpfs.client.writing import Progress
 from fpfs.core.units import format_size
 
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
+
+SAY_AFTER_S = 5.0
+"""The end of the process says what it waits for when it has waited so long."""
 
 
 class Saving:
@@ -71,6 +76,11 @@ class Saving:
         for future in (self.staged, self.acknowledged, self.durable):
             # Who gives up waiting for one, as asyncio does, cannot cancel it.
             future.set_running_or_notify_cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Say of what is not done yet that it has failed: for who makes it."""
+        for future in (self.staged, self.acknowledged, self.durable):
+            give_up(future, error)
 
     @property
     def bytes_to_write(self) -> int:
@@ -116,6 +126,7 @@ class _Steps(contextlib.AbstractContextManager[object], Protocol):
 
 
 S = TypeVar("S", bound=_Steps)
+T = TypeVar("T")
 
 
 class _UnderWay(NamedTuple):
@@ -147,9 +158,12 @@ class AsyncSaver:
         called between steps, not within one.
     threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
-    strict: what a save has failed of is raised by the next call; otherwise the log alone says it.
+    strict: what a save has failed of is raised by the next call. Otherwise training goes on
+        whatever becomes of its saves: what they fail of, and that one has not ended within
+        `timeout_s`, the log says, and the futures of `Saving`.
 
-    A context, which is closed at its end. The end of the process waits for what is under way.
+    A context, which is closed at its end. The end of the process waits for what is under way, and
+    gives up a save of which nothing was written for `timeout_s`; the log says both.
     """
 
     def __init__(
@@ -198,13 +212,15 @@ class AsyncSaver:
             for _ in range(in_flight):
                 self._spare.append(Memory(max_bytes=staging_bytes))
                 self._spare[-1].reserve(memory_bytes)
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="fpfs-copy")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="fpfs-save")
+        self._copying = _Thread("fpfs-copy")
+        self._writing = _Thread("fpfs-save")
         self._closed = False
         self._under_way: deque[_UnderWay] = deque()
         """The oldest first."""
+        self._hanging: Saving | None = None
+        """What was waited for as long as anything is."""
         self._pid = os.getpid()
-        self._updates = Updates(optimizers, timeout_s=timeout_s)
+        self._updates = Updates(optimizers, timeout_s=timeout_s, strict=strict)
 
     def save(self, state: Any, path: str | bytes | os.PathLike[Any]) -> Saving:
         """Begin to save `state`, as `fpfs.save` does; return when it may change again.
@@ -212,10 +228,10 @@ class AsyncSaver:
         What `optimizers` have may change at their next step, or after `wait_before_update`; what
         else other devices have, by what this thread's current streams are given from now on.
 
-        Waits for the oldest save if `in_flight` are under way. Raises what one before has failed
-        of, once and if strict; TimeoutError if it does not end within `timeout_s`; RuntimeError in
-        another process; ValueError if this is closed; and what `fpfs.save` raises before it writes.
-        What it raises later is in `Saving`.
+        Waits for the oldest save if `in_flight` are under way. Raises RuntimeError in another
+        process; ValueError if this is closed; and if strict, what a save before has failed of,
+        once; TimeoutError if the oldest does not end within `timeout_s`, which is waited once; and
+        what `fpfs.save` raises before it writes. What it raises later is in `Saving`.
         """
         return self.save_files([FileToSave(state, path)])
 
@@ -245,7 +261,7 @@ class AsyncSaver:
             for file in files:
                 steps.agree(file.state, file.path, self._plan, lay_out=file.lay_out)
 
-        return self._begin("save", Save, agree)
+        return self._begin("save", files[-1].path, Save, agree)
 
     def save_shares(
         self, state: Any, directory: str | bytes | os.PathLike[Any], *, copies: int = 1
@@ -265,17 +281,46 @@ class AsyncSaver:
             steps.agree(state, directory, self._plan)
             self._last_number = steps.number
 
-        return self._begin("save_shares", steps_of, agree)
+        return self._begin("save_shares", directory, steps_of, agree)
 
     def _begin(
-        self, call: str, steps_of: Callable[[Peers], S], agree: Callable[[S], None]
+        self,
+        call: str,
+        path: str | bytes | os.PathLike[Any],
+        steps_of: Callable[[Peers], S],
+        agree: Callable[[S], None],
     ) -> Saving:
-        """Begin to save what `agree` makes the ranks agree on."""
+        """Begin to save what `agree` makes the ranks agree on; a failure is raised if strict."""
         if self._closed:
             raise ValueError("the AsyncSaver is closed: make another one")
+        self._check_process()
         started = time.monotonic()
+        try:
+            return self._begin_or_fail(call, started, steps_of, agree)
+        except Exception as error:
+            if self._strict:
+                raise
+            # The frames that it was raised through have much.
+            failed = error.with_traceback(None)
+        name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else repr(path)
+        logger.error("%s was not saved: %s: %s", name, type(failed).__name__, failed)
+        saving = Saving(name, began_s=started, progress=Progress(), in_place_bytes=0)
+        saving.fail(failed)
+        return saving
+
+    def _begin_or_fail(
+        self,
+        call: str,
+        started: float,
+        steps_of: Callable[[Peers], S],
+        agree: Callable[[S], None],
+    ) -> Saving:
         peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
-        self._make_room(peers)
+        try:
+            self._make_room(peers)
+        except TimeoutError:
+            with steps_of(peers):  # The other ranks, which come to this call, are told.
+                raise
         before = self._updates.savings
         held = self._updates.hold()
         steps = steps_of(peers)
@@ -283,7 +328,7 @@ class AsyncSaver:
         # An interrupt may come when the thread has taken it out.
         entered = [_Entered(steps, held)]
         memory = self._spare.popleft() if self._spare else Memory(max_bytes=self._staging_bytes)
-        given_up = threading.Event()
+        saving: Saving | None = None
         try:
             agree(steps)
             in_place = steps.snapshot(memory, later=held)
@@ -296,13 +341,16 @@ class AsyncSaver:
             self._updates.savings = (*(each.saving for each in self._under_way), saving)
             copied = self._copying.submit(_copy, saving, steps, held)
             self._under_way.append(_UnderWay(saving, memory))
-            self._writing.submit(_write, saving, entered, copied, given_up, self._threads)
+            written = self._writing.submit(_write, saving, entered, copied, self._threads)
+            _at_exit.add(saving, written, timeout_s=self._timeout_s)
             self._say(in_place)
             if not in_place.is_held:
                 self._updates.wait()
                 saving.stall_s = time.monotonic() - started
         except BaseException as error:
-            given_up.set()
+            if saving is not None and saving.in_place_bytes > 0:
+                why = "save was interrupted before it had written what may change"
+                give_up(saving.staged, RuntimeError(why))
             with contextlib.suppress(IndexError):
                 entered.pop()
                 if self._updates.savings is before:
@@ -329,7 +377,6 @@ class AsyncSaver:
 
     def _make_room(self, peers: Peers) -> None:
         """Return when another save may begin."""
-        self._check_process()
         while self._under_way and (
             len(self._under_way) >= self._in_flight
             # Ranks of a group learn of a failure at the same call.
@@ -340,8 +387,9 @@ class AsyncSaver:
     def _await_oldest(self) -> None:
         saving = self._under_way[0].saving
         try:
-            saving.durable.exception(self._timeout_s)
+            saving.durable.exception(0 if saving is self._hanging else self._timeout_s)
         except TimeoutError:
+            self._hanging = saving
             raise TimeoutError(
                 f"the save of {saving.path} has not ended for {self._timeout_s:.0f} s"
             ) from None
@@ -357,12 +405,16 @@ class AsyncSaver:
     def wait_before_update(self) -> None:
         """Return when the state may change: all saves have it, or have failed.
 
-        Raises TimeoutError if that takes longer than `timeout_s`, as do steps of `optimizers`.
+        If that takes longer than `timeout_s`, raises TimeoutError if strict, as do steps of
+        `optimizers`; otherwise the save that still reads is given up: its file stays as it was.
         """
         self._updates.wait()
 
     def wait(self) -> None:
-        """Return when all saves are durable, or have failed; raises as `save` does."""
+        """Return when all saves are durable, or have failed; raises as `save` does.
+
+        If not strict, returns also if one has not ended within `timeout_s`, which the log says.
+        """
         self._check_process()
         failures = []
         while self._under_way:
@@ -371,7 +423,10 @@ class AsyncSaver:
                 self._await_oldest()
             except Exception as error:
                 if len(self._under_way) == count:  # It has not ended.
-                    raise
+                    if self._strict:
+                        raise
+                    logger.error("%s", error)
+                    return
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -384,8 +439,8 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._copying.shutdown(wait=False)
-            self._writing.shutdown(wait=False)
+            self._copying.end()
+            self._writing.end()
             self._spare.clear()
             if not self._under_way:
                 self._updates.close()
@@ -402,16 +457,109 @@ class AsyncSaver:
         self.close()
 
 
+class _Thread:
+    """A thread that makes one call after the other.
+
+    Unlike concurrent.futures' one the process may end without it (`_AtExit`).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._name = name
+        self._is_started = False
+        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end.atexit = False
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Make a call, after those before."""
+        future: Future[T] = Future()
+        self._calls.put(functools.partial(_make, future, call, arguments))
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(
+                target=_make_calls, args=(self._calls,), name=self._name, daemon=True
+            ).start()
+        return future
+
+    def end(self) -> None:
+        """End the thread when it has made its calls."""
+        self._end()
+
+
+def _make_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # It has what is saved.
+
+
+def _make(future: Future[T], call: Callable[..., T], arguments: Sequence[Any]) -> None:
+    try:
+        future.set_result(call(*arguments))
+    except BaseException as error:  # noqa: BLE001 raised to who waits
+        future.set_exception(error)
+
+
+class _AtExit:
+    """What is finished before the process ends."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[Future[None], tuple[Saving, float]] = {}
+        """What writes a save, and calls who waits for it; with `timeout_s`."""
+        # As concurrent.futures does: when threads are waited for, and still may begin others.
+        threading._register_atexit(self._finish)  # type: ignore[attr-defined]  # noqa: SLF001
+        # A child has no threads that would finish anything.
+        os.register_at_fork(after_in_child=self._under_way.clear)
+
+    def add(self, saving: Saving, written: Future[None], *, timeout_s: float) -> None:
+        """Finish a save."""
+        self._under_way[written] = (saving, timeout_s)
+        written.add_done_callback(lambda _: self._under_way.pop(written, None))
+
+    def _finish(self) -> None:
+        for written, (saving, timeout_s) in tuple(self._under_way.items()):
+            if _ends_within(written, min(SAY_AFTER_S, timeout_s)):
+                continue
+            logger.warning("the process ends when this save has: %r", saving)
+            before = -1
+            while before < (before := saving.bytes_written) and not written.done():
+                _ends_within(written, timeout_s)
+            if not written.done():
+                error = TimeoutError(f"nothing was written for {timeout_s:.0f} s")
+                logger.error("%s is given up: %s, and the process ends", saving.path, error)
+                saving.fail(error)
+
+
+def _ends_within(future: Future[None], seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        future.exception(seconds)
+        return True
+    return False
+
+
+_at_exit = _AtExit()
+
+
+def _stage(saving: Saving, held: Held) -> None:
+    """Say that the state may change; raises if that was waited for no longer."""
+    try:
+        if not saving.staged.done():
+            held.check()
+        saving.staged.set_result(None)
+    except InvalidStateError:
+        error = saving.staged.exception()
+        assert error is not None
+        raise error from None
+
+
 def _copy(saving: Saving, steps: _Steps, held: Held) -> None:
     """What the one thread does with a save: what its optimizers' next step waits for."""
     try:
         steps.finish_snapshot()
         if saving.in_place_bytes == 0:
-            held.check()
-            saving.staged.set_result(None)
+            _stage(saving, held)
     except BaseException as error:
         if saving.in_place_bytes == 0:
-            saving.staged.set_exception(error)
+            give_up(saving.staged, error)
         raise
 
 
@@ -419,12 +567,11 @@ def _write(
     saving: Saving,
     entered: list[_Entered],
     copied: Future[None],
-    given_up: threading.Event,
     threads: int | None,
 ) -> None:
     """What the other one does with a save that is entered; nothing, if that has been left."""
     try:
-        _write_and_tell(saving, entered, copied, given_up, threads)
+        _write_and_tell(saving, entered, copied, threads)
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
@@ -437,19 +584,13 @@ def _write(
             type(error).__name__,
             error,
         )
-        futures: list[Future[Any]] = [saving.acknowledged, saving.durable]
-        if saving.in_place_bytes > 0:
-            futures.append(saving.staged)
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
+        saving.fail(error)
 
 
 def _write_and_tell(
     saving: Saving,
     entered: list[_Entered],
     copied: Future[None],
-    given_up: threading.Event,
     threads: int | None,
 ) -> None:
     try:
@@ -464,10 +605,7 @@ def _write_and_tell(
         copied.result()
         steps.start(threads=threads)
         if saving.in_place_bytes > 0:
-            held.check()
-            if given_up.is_set():
-                raise RuntimeError("save was interrupted before it had written what may change")
-            saving.staged.set_result(None)
+            _stage(saving, held)
         finished = steps.write(threads=threads)
         saved = finished.saved(
             steps.path,

@@ -8,16 +8,19 @@ Concurrency: used by the thread that trains, but for `Held.check`.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fpfs.client.accelerators import has_streams
 from fpfs.client.sharding import is_dtensor
+
+logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
 """Addresses: from where to where."""
@@ -77,6 +80,7 @@ class Updates:
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         timeout_s: float,
+        strict: bool = True,
     ) -> None:
         if not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
@@ -85,6 +89,7 @@ class Updates:
         self.savings: tuple[Reading, ...] = ()
         """What steps wait for, at most `timeout_s`."""
         self._timeout_s = timeout_s
+        self._strict = strict
         self._pid = os.getpid()
         for optimizer in self.optimizers:
             # Some wrap another one, and make no hooks.
@@ -104,7 +109,7 @@ class Updates:
     def wait(self) -> None:
         """Return when nothing of `savings` is still to be copied, or written from where it lies.
 
-        Raises TimeoutError.
+        What takes longer than `timeout_s` raises TimeoutError if strict, and otherwise is given up.
         """
         # A child of the process has its own copy of everything, and no thread.
         if os.getpid() != self._pid:
@@ -114,10 +119,14 @@ class Updates:
             try:
                 saving.staged.exception(self._timeout_s)
             except TimeoutError:
-                raise TimeoutError(
+                error = TimeoutError(
                     f"the save of {saving.path} has had {self._timeout_s:.0f} s, and still reads"
                     " what is to be changed"
-                ) from None
+                )
+                if self._strict:
+                    raise error from None
+                if give_up(saving.staged, error):
+                    logger.error("%s", error)
             finally:
                 saving.update_wait_s += time.monotonic() - started
 
@@ -146,6 +155,15 @@ class Updates:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.optimizers = [], ()
+
+
+def give_up(future: Future[Any], error: BaseException) -> bool:
+    """Have a future fail that is not done yet; return whether it was not."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -177,4 +195,4 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return found
 
 
-__all__ = ["NOTHING_HELD", "Held", "Updates"]
+__all__ = ["NOTHING_HELD", "Held", "Updates", "give_up"]

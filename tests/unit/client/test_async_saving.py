@@ -250,6 +250,47 @@ def test_a_failure_can_be_a_line_in_the_log(
     assert same(client.load(path), large_state(seed=5))
 
 
+def test_training_goes_on_beside_a_save_that_hangs(
+    path: Path, held: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves fail until it has ended: the first after `timeout_s`, the others at once."""
+    with AsyncSaver(strict=False, timeout_s=0.1) as saver:
+        hanging = saver.save(large_state(seed=6), path)
+        for step in range(3):
+            failed = saver.save({"step": step}, path)
+            for future in (failed.staged, failed.acknowledged, failed.durable):
+                told = str(future.exception(0))
+                assert told == f"the save of {path} has not ended for 0 s"
+        saver.wait()
+        assert [told in line for line in errors_in(caplog)] == [True] * 4
+        assert not path.exists()
+        held()
+        hanging.durable.result(60)
+        saver.save(large_state(seed=7), path).durable.result(60)
+    assert same(client.load(path), large_state(seed=7))
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "error"),
+    [
+        ({"function": lambda: None}, "state.pt", Exception),
+        ({"step": 1}, "", FileNotFoundError),
+        ({"step": 1}, 7, TypeError),
+    ],
+)
+def test_training_goes_on_if_a_save_cannot_begin(
+    path: Path, state: Any, name: Any, error: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    with AsyncSaver(strict=False) as saver:
+        failed = saver.save(state, name)
+        assert repr(failed) == f"<Saving {name}: failed>"
+        raised = failed.durable.exception(0)
+        assert isinstance(raised, error)
+        assert errors_in(caplog) == [f"{name} was not saved: {type(raised).__name__}: {raised}"]
+        saver.save({"step": 2}, path)
+    assert client.load(path) == {"step": 2}
+
+
 def test_what_is_there_is_made_durable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file before it has its name, as elsewhere than on fpfs; and both afterwards."""
     flushed = []
@@ -406,13 +447,33 @@ def test_a_child_makes_its_own(path: Path, held: Callable[[], None]) -> None:
 
 
 def test_the_end_of_the_process_waits(path: Path) -> None:
+    """Also for what is done when a save has ended."""
     code = (
-        "import sys, torch; from fpfs.client import AsyncSaver\n"
-        "AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])"
+        "import os, sys, time, torch; from fpfs.client import AsyncSaver\n"
+        "def tell(_):\n"
+        "    time.sleep(0.5)\n"
+        "    os.link(sys.argv[1], sys.argv[1] + '.done')\n"
+        "saving = AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])\n"
+        "saving.durable.add_done_callback(tell)"
     )
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=120)
     assert client.load(path)["step"].unique().tolist() == [3]
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.done"]
+
+
+def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
+    code = (
+        "import signal, sys; from fpfs.client import AsyncSaver, async_saving, writing\n"
+        "async_saving.SAY_AFTER_S = 0.1\n"
+        "writing.write_pieces = lambda *_, **__: signal.pause()\n"
+        "AsyncSaver(timeout_s=1.0).save({'step': 3}, sys.argv[1])"
+    )
+    words = [sys.executable, "-c", code, path]
+    done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
+    *_, said, given_up = done.stderr.splitlines()
+    assert said.startswith(f"the process ends when this save has: <Saving {path}: staged, 0 of ")
+    assert given_up == f"{path} is given up: nothing was written for 1 s, and the process ends"
+    assert not path.exists()
 
 
 def test_the_end_of_the_process_names_what_fails(path: Path) -> None:

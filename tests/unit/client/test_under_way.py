@@ -76,6 +76,31 @@ def test_ranks_have_several_under_way(forks: Worlds, tmp_path: Path, waits: int)
     assert len(os.listdir(tmp_path)) == 2 * SAVES
 
 
+def save_beside_what_hangs(root: str, hangs: int) -> str:
+    """As a rank: save while one rank's part of a save before is not written."""
+    go = write_when_told(hangs)
+    path = os.path.join(root, "state.pt")
+    limit_s = 0.5 if dist.get_rank() == hangs else 60.0
+    with AsyncSaver(strict=False, timeout_s=limit_s) as saver:
+        began = saver.save(state_of(1), path)
+        failed = saver.save(state_of(2), path)
+        go.set()
+        began.durable.exception(60)
+        dist.barrier()
+        saver.save(state_of(3), path).durable.result(60)
+    error = failed.durable.exception(60)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_all_are_told_of_a_save_that_hangs(forks: Worlds, tmp_path: Path, hangs: int) -> None:
+    found = forks.start(3, save_beside_what_hangs, str(tmp_path), hangs).values()
+    cause = f"TimeoutError: the save of {tmp_path}/state.pt has not ended for 0 s"
+    for rank, error in enumerate(found):
+        assert error == (cause if rank == hangs else f"RankFailed: rank {hangs}: {cause}")
+    assert client.load(tmp_path / "state.pt")["step"] == 3
+
+
 def keys_of_many(root: str) -> list[int]:
     """As a rank: how many keys the store has after each of some rounds."""
     keys = []
