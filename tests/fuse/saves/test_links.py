@@ -75,10 +75,22 @@ def place_of(places: list[str], nodes: int) -> str:
     return places[dist.get_rank() * nodes // dist.get_world_size()]
 
 
-def save(places: list[str], nodes: int, step: int, copies: int, limit_s: float = NEVER_S) -> None:
-    """As a rank: save."""
+def save(
+    places: list[str],
+    nodes: int,
+    step: int,
+    copies: int,
+    limit_s: float = NEVER_S,
+    beside: bool = False,
+) -> None:
+    """As a rank: save; beside training, if so."""
     place = place_of(places, nodes)
-    client.save_shares(state_of(step), place, copies=copies, timeout_s=limit_s)
+    if not beside:
+        client.save_shares(state_of(step), place, copies=copies, timeout_s=limit_s)
+        return
+    with client.AsyncSaver(timeout_s=limit_s) as saver:
+        error = saver.save_shares(state_of(step), place, copies=copies).durable.exception(NEVER_S)
+    assert error is None
 
 
 def load(places: list[str], nodes: int, step: int, limit_s: float = NEVER_S) -> None:
@@ -128,29 +140,57 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "writing": (saving, "write", 0),
     "finishing a share": (saving.SharesSave, "_finish_share", 0),
     "copying": (copying, "write_memory", 0),
+    "naming a share": (saving.Replacement, "take_name", 0),
+    "writing the manifest": (saving.SharesSave, "_write_manifest", 0),
+    "removing the former": (saving.SharesSave, "_remove_former", 0),
     "reading": (reading.OpenShare, "start", 1),
     "connecting": (network, "connect", 0),
 }
 OF_LOADS = ("reading", "connecting")
+OF_COMPLETE = ("writing the manifest", "removing the former")
+"""When rank 0 makes the checkpoint complete, and afterwards."""
+HOW = ("cut", "killed")
 
 
-def cases(moments: Sequence[str], short: Sequence[tuple[str, str, int]]) -> list[Any]:
-    """What happens, when, and to which node; those that are not in `short` take their time."""
+def cases(short: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
+    """What happens, when, to which node, and more; those that are not in `short` take their time.
+
+    Among them each of `values` with each of the others.
+    """
     return [
         pytest.param(*case, marks=() if case in short else pytest.mark.long)
-        for case in itertools.product(("cut", "killed"), moments, (0, 1))
+        for case in itertools.product(*values)
     ]
 
 
 SAVES = cases(
+    [
+        ("cut", "writing", 1, False),
+        ("cut", "copying", 0, True),
+        ("killed", "finishing a share", 1, True),
+        ("killed", "writing the manifest", 0, False),
+    ],
+    HOW,
     [name for name in MOMENTS if name not in OF_LOADS],
-    [("cut", "writing", 1), ("cut", "copying", 0), ("killed", "finishing a share", 1)],
+    (0, 1),
+    (False, True),
 )
-LOADS = cases(OF_LOADS, [("cut", "reading", 0), ("cut", "connecting", 1), ("killed", "reading", 1)])
+LOADS = cases(
+    [("cut", "reading", 0), ("cut", "connecting", 1), ("killed", "reading", 1)],
+    HOW,
+    OF_LOADS,
+    (0, 1),
+)
 
 
 def do_badly(
-    what: str, moment: str, bad: int, places: list[str], nodes: list[Any], loads: bool
+    what: str,
+    moment: str,
+    bad: int,
+    places: list[str],
+    nodes: list[Any],
+    loads: bool,
+    beside: bool,
 ) -> None:
     """As a rank: save or load, when one node's link is cut, or its ranks are killed."""
     made = Network(*nodes)
@@ -161,32 +201,34 @@ def do_badly(
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if dist.get_rank() == bad:
+    if place_of(places, made.nodes) == places[bad]:
         module, name, after = MOMENTS[moment]
         at(module, name, act, after=after)
     if loads:
         load(places, made.nodes, 1, LIMIT_S)
     else:
-        save(places, made.nodes, 2, 2, LIMIT_S)
+        save(places, made.nodes, 2, 2, LIMIT_S, beside)
 
 
 def lose(
     forks: Worlds,
-    two: Network,
+    nodes: Network,
     places: list[str],
     what: str,
     moment: str,
     bad: int,
     *,
     loads: bool,
+    beside: bool = False,
+    ranks: int = 1,
 ) -> None:
-    """Lose a node while both save or load; all ranks end, of what they can know."""
-    given = (what, moment, bad, places, list(two), loads)
-    errors = [
-        str(outcome.error) for outcome in forks.start(2, do_badly, *given, network=two).outcomes()
-    ]
+    """Lose a node while all save or load; all ranks end, of what they can know."""
+    given = (what, moment, bad, places, list(nodes), loads, beside)
+    world = forks.start(nodes.nodes * ranks, do_badly, *given, network=nodes)
+    errors = [str(outcome.error) for outcome in world.outcomes()]
     if what == "killed":
-        assert errors.pop(bad) == str(-signal.SIGKILL)
+        assert str(-signal.SIGKILL) in errors[bad * ranks : (bad + 1) * ranks]
+        errors = [error for error in errors if error != str(-signal.SIGKILL)]
     for error in errors:
         assert error.startswith("RankFailed: rank "), errors
 
@@ -196,18 +238,40 @@ def be_back(two: Network, what: str, bad: int) -> None:
         two.join(bad)
 
 
-@pytest.mark.parametrize(("what", "moment", "bad"), SAVES)
+@pytest.mark.parametrize(("what", "moment", "bad", "beside"), SAVES)
 def test_a_node_that_is_lost_while_it_saves(
-    forks: Worlds, two: Network, places: list[str], what: str, moment: str, bad: int
+    forks: Worlds, two: Network, places: list[str], what: str, moment: str, bad: int, beside: bool
 ) -> None:
+    """What is complete on a node is loaded there, and on all the newest that rank 0 has."""
     forks.start(2, save, places, 2, 1, 2, network=two).values()
-    lose(forks, two, places, what, moment, bad, loads=False)
+    lose(forks, two, places, what, moment, bad, loads=False, beside=beside)
+    # A rank writes on while its link is cut.
+    is_complete = moment in OF_COMPLETE and (
+        bad == 1 or what == "cut" or moment == "removing the former"
+    )
     for place in places[:2]:
-        assert same(client.load(place), state_of(1))
+        loaded = client.load(place)
+        assert same(loaded, state_of(loaded["step"]))
+        assert loaded["step"] in ((1, 2) if is_complete else (1,))
+    assert client.load(places[:2])["step"] == (2 if is_complete else 1)
     be_back(two, what, bad)
     forks.start(2, save, places, 2, 3, 2, network=two).values()
     assert [len(os.listdir(place)) for place in places[:2]] == [3, 3]
     assert same(client.load(places[1 - bad]), state_of(3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", HOW)
+def test_one_of_four_nodes_is_lost(forks: Worlds, places: list[str], what: str) -> None:
+    """Each has two ranks; the others have copies of what it had."""
+    with links.network(4) as four:
+        forks.start(8, save, places, 4, 1, 2, network=four).values()
+        lose(forks, four, places, what, "copying", 2, loads=False, ranks=2)
+        assert same(client.load(places), state_of(1))
+        be_back(four, what, 2)
+        forks.start(8, save, places, 4, 3, 2, network=four).values()
+        others = [place if node != 2 else f"{place} is lost" for node, place in enumerate(places)]
+        forks.start(4, load, others, 4, 3, network=four).values()
 
 
 @pytest.mark.parametrize(("what", "moment", "bad"), LOADS)
