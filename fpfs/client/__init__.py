@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from fpfs.client.async_saving import AsyncSaver, Saving
+    from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
     from fpfs.client.loading import load
     from fpfs.client.peers import ALONE, RankFailed
     from fpfs.client.plan import Plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALONE",
     "AsyncSaver",
+    "FileToSave",
     "Plan",
     "RankFailed",
     "Saved",
@@ -40,6 +41,7 @@ __getattr__, __dir__ = lazily(
     {
         "ALONE": "fpfs.client.peers",
         "AsyncSaver": "fpfs.client.async_saving",
+        "FileToSave": "fpfs.client.async_saving",
         "Plan": "fpfs.client.plan",
         "RankFailed": "fpfs.client.peers",
         "Saved": "fpfs.client.saving",

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from accelerate.utils import clean_state_dict_for_safetensors
 
+from fpfs.client.paths import check_timeout
 from fpfs.client.safetensors import save_safetensors
 from fpfs.client.topology import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch.utils.hooks import RemovableHandle
 
 METADATA = {"format": "pt"}
@@ -34,7 +35,11 @@ def register(
         DeepSpeed or Megatron save are left to them.
 
     Returns a handle, whose `remove` ends it. `save_state` raises what `save_safetensors` raises.
+    Raises TypeError of what is no Accelerator.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"register is given an Accelerator, not {accelerator!r}")
+    check_timeout(timeout_s)
 
     def save(_models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         for number, state in enumerate(weights):

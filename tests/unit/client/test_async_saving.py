@@ -185,6 +185,54 @@ def test_nothing_is_left_of_many(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
+def resident_bytes() -> int:
+    """Of this process, without what files have."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("kind", ["a new one each time", "optimizers", "failures", "shares"])
+def test_no_memory_is_kept_of_many(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of copies nor of Python's objects, a few of which each save has."""
+    # pytest keeps what is logged.
+    monkeypatch.setattr(logging.getLogger("fpfs.client.async_saving"), "disabled", True)
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    saver = AsyncSaver(optimizers=optimizer if kind == "optimizers" else (), strict=False)
+
+    def save() -> None:
+        nonlocal saver
+        if kind == "a new one each time":
+            saver.close()
+            saver = AsyncSaver()
+        if kind == "shares":
+            saving = saver.save_shares(model.state_dict(), tmp_path / "shares")
+        else:
+            folder = tmp_path / ("none" if kind == "failures" else ".")
+            saving = saver.save([model.state_dict(), optimizer.state_dict()], folder / "state.pt")
+        model(torch.ones(512)).sum().backward()
+        optimizer.step()
+        assert (saving.durable.exception(60) is None) == (kind != "failures")
+
+    def taken() -> tuple[int, int]:
+        gc.collect()
+        return resident_bytes(), len(gc.get_objects())
+
+    for _ in range(10):
+        save()
+    before_bytes, before = taken()
+    for _ in range(SAVES):
+        save()
+    saver.wait()
+    now_bytes, now = taken()
+    assert now - before < SAVES
+    assert now_bytes - before_bytes < SAVES * 2**20 / 4, "a save is 1 MiB or more"
+    saver.close()
+
+
 def test_memory_is_there_before_the_first(path: Path) -> None:
     state = large_state(seed=3, tensors=3)
     with AsyncSaver(memory_bytes=sum(tensor.nbytes for tensor in state.values()) + 4096) as saver:

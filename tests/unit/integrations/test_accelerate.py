@@ -94,3 +94,10 @@ def test_a_failure_is_raised_and_the_former_weights_stay(tmp_path: Path) -> None
         accelerator.save_state(str(tmp_path / "c"))
     (tmp_path / "c" / "model_1.safetensors").rmdir()
     assert contents(tmp_path / "c").items() <= before.items()
+
+
+def test_what_is_no_accelerator() -> None:
+    with pytest.raises(TypeError, match="register is given an Accelerator, not 5"):
+        accelerate.register(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s is 'x': give seconds"):
+        accelerate.register(Accelerator(), timeout_s="x")  # type: ignore[arg-type]
