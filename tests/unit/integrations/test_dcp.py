@@ -6,11 +6,14 @@ import errno
 import gc
 import gzip
 import os
+import re
+import signal
 import subprocess
 import threading
 import warnings
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ from fpfs.client.replacement import Replacement
 from fpfs.core.temporary_names import make_temporary
 from fpfs.dcp import Reader, Stager, Writer
 from fpfs.integrations import dcp as integration
+from tests.support.failures.calls import die
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, large_state, odd_state, random_tensor, same
 
@@ -643,6 +647,26 @@ def test_a_rank_that_fails(forks: Worlds, folder: Path, other: str, why: str) ->
     for outcome in forks.start(2, rank_fails, folder, other).outcomes():
         assert str(outcome.error).startswith("CheckpointException")
         assert why in str(outcome.error)
+    assert equal(loaded(folder, rank_wholes()), rank_wholes())
+
+
+def rank_dies(folder: str, rank: int) -> None:
+    """As a rank: save beside training; one dies when all is copied and nothing is written."""
+    warnings.simplefilter("ignore")
+    if dist.get_rank() == rank:
+        integration.reserve_file = die
+    changed = {name: tensor + 1 for name, tensor in rank_wholes().items()}
+    saving = dcp.async_save(changed, storage_writer=Writer(folder), async_stager=Stager())
+    assert isinstance(saving, Future)  # It is staged.
+    saving.result()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_beside_training(forks: Worlds, folder: Path, rank: int) -> None:
+    dcp.save(rank_wholes(), storage_writer=Writer(folder), no_dist=True)
+    errors = [outcome.error for outcome in forks.start(2, rank_dies, folder, rank).outcomes()]
+    assert errors.pop(rank) == -signal.SIGKILL
+    assert re.search("Connection (closed|reset) by peer", str(errors[0]))
     assert equal(loaded(folder, rank_wholes()), rank_wholes())
 
 
