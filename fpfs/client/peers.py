@@ -475,8 +475,13 @@ class Ranks:
         missing = dict(keys)
         poll_s, said, look_at_s = POLL_MIN_S, False, self._first_look(began)
         while not have_come():
-            # What has come counts, whoever failed since.
-            self.check()
+            try:
+                self.check()
+            except RankFailed:
+                # What has come counts, whoever failed or ended since.
+                if have_come():
+                    return
+                raise
             now = time.monotonic()
             if now >= look_at_s:
                 there = self._store.those_there(list(missing.values()))

@@ -135,3 +135,40 @@ def test_a_rank_that_has_ended_has_said_why(forks: Worlds, path: Path, looks_at:
     assert own == cause
     assert other == f"RankFailed: rank 0: {cause}"
     assert is_as_before(path)
+
+
+def answer_and_end(folder: str) -> bool:
+    """As a rank: 0 answers 1 and ends, while 1 looks whether it has.
+
+    Returns whether 1 saw that before it had seen the answer.
+    """
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    answering, looking = Path(folder, "answering"), Path(folder, "looking")
+    saw = False
+
+    def answer(ranks: list[str]) -> list[str]:
+        answering.touch()
+        wait_until(looking.exists)
+        return ranks
+
+    def look(watch: peers._Watch, **options: Any) -> list[int]:
+        nonlocal saw
+        if answering.exists() and watch._pidfds:
+            looking.touch()
+            ended = os.pidfd_open(pids[0])
+            assert select.select([ended], [], [], 60)[0]
+        found = looked(watch, **options)
+        saw = found == [0]
+        return found
+
+    looked = peers._Watch.gone
+    if dist.get_rank() == 1:
+        peers._Watch.gone = look  # type: ignore[method-assign]
+    with peers.peers_of(None, timeout_s=60, call="save") as found:
+        assert found.exchange("end", "done", answer, of=str) == "done"
+    return saw
+
+
+def test_what_a_rank_answers_before_it_ends_counts(forks: Worlds, tmp_path: Path) -> None:
+    assert forks.start(2, answer_and_end, tmp_path).values() == [False, True]
