@@ -163,7 +163,7 @@ class AsyncSaver:
         `timeout_s`, the log says, and the futures of `Saving`.
 
     A context, which is closed at its end. The end of the process waits for what is under way, and
-    gives up a save of which nothing was written for `timeout_s`; the log says both.
+    gives up a save of which nothing was written for twice `timeout_s`; the log says both.
     """
 
     def __init__(
@@ -520,11 +520,13 @@ class _AtExit:
             if _ends_within(written, min(SAY_AFTER_S, timeout_s)):
                 continue
             logger.warning("the process ends when this save has: %r", saving)
-            before = -1
-            while before < (before := saving.bytes_written) and not written.done():
-                _ends_within(written, timeout_s)
+            limit_s = 2 * timeout_s  # as long as a rank waits for others
+            bytes_before = -1
+            while not written.done() and saving.bytes_written > bytes_before:
+                bytes_before = saving.bytes_written
+                _ends_within(written, limit_s)
             if not written.done():
-                error = TimeoutError(f"nothing was written for {timeout_s:.0f} s")
+                error = TimeoutError(f"nothing was written for {limit_s:.0f} s")
                 logger.error("%s is given up: %s, and the process ends", saving.path, error)
                 saving.fail(error)
 

@@ -514,7 +514,7 @@ def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
         "import signal, sys; from fpfs.client import AsyncSaver, async_saving, writing\n"
         "async_saving.SAY_AFTER_S = 0.1\n"
         "writing.write_pieces = lambda *_, **__: signal.pause()\n"
-        "AsyncSaver(timeout_s=1.0).save({'step': 3}, sys.argv[1])"
+        "AsyncSaver(timeout_s=0.5).save({'step': 3}, sys.argv[1])"
     )
     words = [sys.executable, "-c", code, path]
     done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
