@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, CopiedRange, Move, ObjectId
-from fpfs.core.errors import BusyFile, DamagedData, NoSpace
+from fpfs.core.errors import BusyFile, DamagedData, NoSpace, NoSuchEntry
 from fpfs.core.layout import UNWRITTEN, Run
 from fpfs.core.protocol.reports import DamagedContent, DrainCursor, Drained, DrainStage
 from fpfs.core.threads import run_alone
@@ -250,13 +250,16 @@ class Draining:
                 self._inodes.release(inode)
 
     async def _hold(self, ino: int) -> Inode | None:
-        """Load an inode and keep it so; None for one without a name that nobody can open."""
+        """Load an inode and keep it so; None for one that nobody can open, or that is no more."""
         inode = self._inodes.cached(ino)
         if inode is None:
-            row = await self._catalog.read(lambda t: fetch_inode(t, ino))
-            if row.nlink == 0:
+            try:
+                row = await self._catalog.read(lambda t: fetch_inode(t, ino))
+                if row.nlink == 0:
+                    return None
+                inode = await self._inodes.get(ino)
+            except NoSuchEntry:  # It was removed since it was found to refer to the blocks.
                 return None
-            inode = await self._inodes.get(ino)
         inode.users += 1
         try:
             await self._inodes.load(inode)
