@@ -35,7 +35,7 @@ from fpfs.client.saving import Finished, Save, Saved
 from fpfs.client.shares.saving import SharesSave
 from fpfs.client.snapshot import InPlace, Memory
 from fpfs.client.topology import TIMEOUT_S
-from fpfs.client.updates import Held, Updates, give_up
+from fpfs.client.updates import Held, Updates, ends, give_up
 from fpfs.client.writing import Progress
 from fpfs.core.units import format_size
 
@@ -81,6 +81,10 @@ class Saving:
         """Say of what is not done yet that it has failed: for who makes it."""
         for future in (self.staged, self.acknowledged, self.durable):
             give_up(future, error)
+
+    def moved(self) -> object:
+        """Return another value than before if any rank is known to have moved bytes since."""
+        return self._progress.moved()
 
     @property
     def bytes_to_write(self) -> int:
@@ -159,11 +163,11 @@ class AsyncSaver:
     threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
     strict: what a save has failed of is raised by the next call. Otherwise training goes on
-        whatever becomes of its saves: what they fail of, and that one has not ended within
-        `timeout_s`, the log says, and the futures of `Saving`.
+        whatever becomes of its saves: what they fail of, and that one hangs, which is to move no
+        byte for `timeout_s`, the log says, and the futures of `Saving`.
 
     A context, which is closed at its end. The end of the process waits for what is under way, and
-    gives up a save of which nothing was written for twice `timeout_s`; the log says both.
+    gives up a save that moves no byte for twice `timeout_s`; the log says both.
     """
 
     def __init__(
@@ -230,7 +234,7 @@ class AsyncSaver:
 
         Waits for the oldest save if `in_flight` are under way. Raises RuntimeError in another
         process; ValueError if this is closed; and if strict, what a save before has failed of,
-        once; TimeoutError if the oldest does not end within `timeout_s`, which is waited once; and
+        once; TimeoutError if the oldest moves no byte for `timeout_s`, which is waited once; and
         what `fpfs.save` raises before it writes. What it raises later is in `Saving`.
         """
         return self.save_files([FileToSave(state, path)])
@@ -386,13 +390,13 @@ class AsyncSaver:
 
     def _await_oldest(self) -> None:
         saving = self._under_way[0].saving
-        try:
-            saving.durable.exception(0 if saving is self._hanging else self._timeout_s)
-        except TimeoutError:
+        silent_s = 0 if saving is self._hanging else self._timeout_s
+        if not ends(saving.durable, moved=saving.moved, silent_s=silent_s):
             self._hanging = saving
             raise TimeoutError(
-                f"the save of {saving.path} has not ended for {self._timeout_s:.0f} s"
-            ) from None
+                f"the save of {saving.path} has not ended, and moved no byte for"
+                f" {self._timeout_s:.0f} s"
+            )
         # No frame that the failure is raised through has the memory.
         self._spare.append(self._under_way.popleft().memory)
         if self._strict:
@@ -405,7 +409,7 @@ class AsyncSaver:
     def wait_before_update(self) -> None:
         """Return when the state may change: all saves have it, or have failed.
 
-        If that takes longer than `timeout_s`, raises TimeoutError if strict, as do steps of
+        If one moves no byte for `timeout_s`, raises TimeoutError if strict, as do steps of
         `optimizers`; otherwise the save that still reads is given up: its file stays as it was.
         """
         self._updates.wait()
@@ -413,7 +417,7 @@ class AsyncSaver:
     def wait(self) -> None:
         """Return when all saves are durable, or have failed; raises as `save` does.
 
-        If not strict, returns also if one has not ended within `timeout_s`, which the log says.
+        If not strict, returns also if one moves no byte for `timeout_s`, which the log says.
         """
         self._check_process()
         failures = []
@@ -517,25 +521,15 @@ class _AtExit:
 
     def _finish(self) -> None:
         for written, (saving, timeout_s) in tuple(self._under_way.items()):
-            if _ends_within(written, min(SAY_AFTER_S, timeout_s)):
+            with contextlib.suppress(TimeoutError):
+                written.exception(min(SAY_AFTER_S, timeout_s))
                 continue
             logger.warning("the process ends when this save has: %r", saving)
-            limit_s = 2 * timeout_s  # as long as a rank waits for others
-            bytes_before = -1
-            while not written.done() and saving.bytes_written > bytes_before:
-                bytes_before = saving.bytes_written
-                _ends_within(written, limit_s)
-            if not written.done():
-                error = TimeoutError(f"nothing was written for {limit_s:.0f} s")
+            silent_s = 2 * timeout_s  # as long as a rank waits for others
+            if not ends(written, moved=saving.moved, silent_s=silent_s):
+                error = TimeoutError(f"no byte was moved for {silent_s:.0f} s")
                 logger.error("%s is given up: %s, and the process ends", saving.path, error)
                 saving.fail(error)
-
-
-def _ends_within(future: Future[None], seconds: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        future.exception(seconds)
-        return True
-    return False
 
 
 _at_exit = _AtExit()

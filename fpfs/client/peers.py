@@ -6,7 +6,8 @@ not through its collectives: so a save waits for nothing of the training's, work
 backend, and a rank that does not come costs an error and not the group.
 
 Who waits looks whether another rank has failed or died (pidfd, on one machine), so that all end
-within a moment. What cannot be seen, as a rank that is stopped, is given up after the timeout.
+within a moment. What cannot be seen, as a rank that is stopped, is given up after the timeout; not
+one whose process moves bytes, of which it gives signs, however slow its devices are.
 
 Invariants:
   * A rank that fails says so first, and leaves when rank 0 has undone what was begun.
@@ -15,8 +16,8 @@ Invariants:
   * Keys are deleted when nobody may look at them any more: a message and its answer by the rank
     that they are from and for, the rest by the last rank that leaves the call.
 
-Concurrency: used by one thread at a time. A group may have several calls under way, which all ranks
-enter in the same order.
+Concurrency: used by one thread at a time, but for `check`, `last_signs`, and what is published. A
+group may have several calls under way, which all ranks enter in the same order.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from fpfs.client.paths import check_timeout
 from fpfs.client.store import Store
+from fpfs.core.transfers import moved_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ POLL_EACH_S = 20e-6
 """Of a large group, whose ranks ask one store."""
 LOOK_EACH_S = 0.001
 """Who waits for many does not look at once for whom, which takes 80 us for each of them."""
+SIGNS = 4
+"""So often within the timeout a rank gives a sign if its process has moved bytes."""
+SIGNS_AFTER = 1 / 8
+"""Of the timeout: who waits so long looks for signs."""
 LOOK_FACTOR = 20
 """Who waits spends one part in so many on finding out for whom."""
 SAY_AFTER_S = 10.0
@@ -90,6 +96,8 @@ class Peers(contextlib.AbstractContextManager["Peers"], Protocol):
     """Their numbers in the default group."""
     is_group: bool
     """Whether tensors of which each rank has a part are one tensor to them."""
+    signed_s: float
+    """When this rank learned last that another has moved bytes: of time.monotonic()."""
 
     def exchange(
         self, step: str, mine: T, answer: Callable[[list[T]], list[R]], *, of: type[R]
@@ -117,6 +125,7 @@ class Alone:
 
     rank = 0
     size = 1
+    signed_s = 0.0
 
     def __init__(self, *, ranks: tuple[int, ...] = (0,), is_group: bool = False) -> None:
         self.ranks = ranks
@@ -234,7 +243,13 @@ class Ranks:
         """The ranks that this one hears of."""
         self._timeout_s = timeout_s
         self._call = call
-        self._store = Store(group.get_group_store(), prefix="fpfs.save", timeout_s=timeout_s)
+        self._store = Store(
+            group.get_group_store(),
+            prefix="fpfs.save",
+            timeout_s=timeout_s,
+            beat=self._give_sign,
+            beat_s=timeout_s / SIGNS,
+        )
         self._number = 0
         self._watch = _Watch()
         self._exchanges = 0
@@ -247,6 +262,12 @@ class Ranks:
         self._look_at_s = self._first_look(time.monotonic())
         """When to ask for these."""
         self._poll_max_s = max(POLL_MAX_S, self.size * POLL_EACH_S)
+        self.signed_s = 0.0
+        self._signs: dict[int, tuple[int, float]] = {}
+        """How many each rank had given, of those looked at, and since when that is known."""
+        self._moved_bytes = moved_bytes()
+        """When the last sign was given."""
+        self._checking = threading.Lock()
 
     def __enter__(self) -> Ranks:
         self._store.open()
@@ -261,7 +282,10 @@ class Ranks:
     def _come(self) -> None:
         """Say that this rank has come, and find out which call the others are in."""
         self._count()
-        awaited = self._store.numbers([f"calls/{rank}" for rank in self._awaited])
+        # The own signs have a number from now on.
+        *awaited, _ = self._store.numbers(
+            [*(f"calls/{rank}" for rank in self._awaited), _signs_key(self.rank)]
+        )
         for _ in range(max(awaited) - self._number):
             if not self._failed_for_want_of_me():
                 break
@@ -363,7 +387,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed or died."""
-        with self._reaching_store():
+        with self._checking, self._reaching_store():
             # Who has ended, first: a rank that fails says so before it ends.
             gone = self._gone()
             self._check_failed()
@@ -376,6 +400,30 @@ class Ranks:
             content = self._store.get(self._key("failed"))
             failure = msgspec.msgpack.decode(content, type=_Failure)
             raise RankFailed(failure.rank, failure.cause, errno=failure.errno, gone=failure.gone)
+
+    def _give_sign(self, store: dist.Store) -> None:
+        """Say that this process has moved bytes, if it has since this was called last."""
+        found = moved_bytes()
+        if found != self._moved_bytes:
+            self._moved_bytes = found
+            store.add(_signs_key(self.rank), 1)
+
+    def last_signs(self, ranks: Sequence[int]) -> list[float]:
+        """Return since when each rank has given no sign, at the latest: of time.monotonic()."""
+        with self._reaching_store():
+            counts = self._store.numbers(list(map(_signs_key, ranks)))
+        has_moved = False
+        for rank, count in zip(ranks, counts, strict=True):
+            before, _ = self._signs.get(rank, (-1, 0.0))
+            if count != before:
+                has_moved = has_moved or before >= 0
+                self.signed_s = time.monotonic()
+                self._signs[rank] = (count, self.signed_s)
+        if has_moved and self.rank == 0:
+            # The others wait for this one as long as it waits.
+            with self._reaching_store():
+                self._store.add(_signs_key(0), 1)
+        return [self._signs[rank][1] for rank in ranks]
 
     def tell(self, error: BaseException) -> None:
         """Let the others know that this rank has failed, unless one has before."""
@@ -470,7 +518,10 @@ class Ranks:
         have_come: Callable[[], bool],
         seconds: float,
     ) -> None:
-        """Wait for a message from each of some ranks, which has its key."""
+        """Wait for a message from each of some ranks, which has its key.
+
+        seconds: how long a rank may give no sign.
+        """
         began = time.monotonic()
         missing = dict(keys)
         poll_s, said, look_at_s = POLL_MIN_S, False, self._first_look(began)
@@ -492,10 +543,16 @@ class Ranks:
                 }
                 absent = self._absent(missing)
                 look_at_s = _next_look(now)
-                if now - began > seconds:
-                    if not missing:
-                        return  # who has not counted its message is missed by the next exchange
-                    self._give_up(absent, list(missing), step, seconds)
+                if not missing and now - began > seconds:
+                    return  # who has not counted its message is missed by the next exchange
+                if now - began > SIGNS_AFTER * seconds:
+                    signs = self.last_signs(list(missing))
+                    silent = [
+                        rank
+                        for rank, sign_s in zip(missing, signs, strict=True)
+                        if now - max(began, sign_s) > seconds
+                    ]
+                    self._give_up(silent, absent, step, seconds)
                 if absent and not said and now - began > SAY_AFTER_S:
                     said = True
                     logger.warning(
@@ -510,15 +567,20 @@ class Ranks:
         return now + (len(self._awaited) - 1) * LOOK_EACH_S
 
     def _give_up(
-        self, absent: Sequence[int], missing: Sequence[int], step: str, seconds: float
-    ) -> NoReturn:
-        if absent:
+        self, silent: Sequence[int], absent: Sequence[int], step: str, seconds: float
+    ) -> None:
+        for rank in [rank for rank in absent if rank in silent]:
             raise RankFailed(
-                absent[0],
+                rank,
                 f"did not call {self._call} within {seconds:.0f} s. All ranks of a group"
                 f" do; to {self._call} with one alone, give group=fpfs.ALONE",
             )
-        raise RankFailed(missing[0], f"gave no sign for {seconds:.0f} s ({step})")
+        for rank in silent:
+            raise RankFailed(
+                rank,
+                f"has not come to the end of a step ({step}), and moved no byte for {seconds:.0f}"
+                " s: if its devices may take that long, give more as timeout_s",
+            )
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others, and return when rank 0 has undone what was begun."""
@@ -559,6 +621,11 @@ class Ranks:
 
     def _set(self, name: str, value: bytes) -> None:
         self._store.set(self._key(name), value)
+
+
+def _signs_key(rank: int) -> str:
+    """Of all calls of the rank's process."""
+    return f"signs/{rank}"
 
 
 def _next_look(began_s: float) -> float:

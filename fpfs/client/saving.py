@@ -214,7 +214,7 @@ class Save:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._files: list[_File] = []
-        self.progress = Progress()
+        self.progress = Progress(peers)
         """Of this rank."""
 
     @property

@@ -12,8 +12,10 @@ does itself.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,12 +35,22 @@ class Store:
     """A store, from `open` to `close`. Each call raises DistError when the store has gone.
 
     prefix: of all keys. timeout_s: how long an answer is waited for; whoever has waited so long
-    once does not wait again.
+    once does not wait again. beat: called about every `beat_s` by the thread, which alone may use
+    what it is given.
     """
 
-    def __init__(self, store: dist.Store, *, prefix: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        prefix: str,
+        timeout_s: float,
+        beat: Callable[[dist.Store], object] = lambda _: None,
+        beat_s: float = 3600.0,
+    ) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self._timeout_s = timeout_s
+        self._beat, self._beat_s = beat, beat_s
         self._gone = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # A thread that waits for TCP must not keep the process from ending.
@@ -152,8 +164,19 @@ class Store:
         raise dist.DistNetworkError(f"it has not answered for {self._timeout_s:.0f} s")
 
     def _make_calls(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.make()
+        beat_s = time.monotonic() + self._beat_s
+        while True:
+            try:
+                call = self._calls.get(timeout=max(0.0, beat_s - time.monotonic()))
+            except queue.Empty:
+                # Who calls next finds out that the store has gone.
+                with contextlib.suppress(dist.DistError):
+                    self._beat(self._store)
+                beat_s = time.monotonic() + self._beat_s
+            else:
+                if call is None:
+                    return
+                call.make()
 
 
 _COUNT_BYTES = 4

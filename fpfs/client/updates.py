@@ -8,10 +8,11 @@ Concurrency: used by the thread that trains, but for `Held.check`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
@@ -66,6 +67,9 @@ class Reading(Protocol):
     def staged(self) -> Future[Any]:
         """Done when nothing is still to be read."""
 
+    def moved(self) -> object:
+        """Return another value than before if bytes were moved since."""
+
 
 class Updates:
     """Optimizers whose steps wait, until this is closed.
@@ -109,7 +113,7 @@ class Updates:
     def wait(self) -> None:
         """Return when nothing of `savings` is still to be copied, or written from where it lies.
 
-        What takes longer than `timeout_s` raises TimeoutError if strict, and otherwise is given up.
+        What moves no byte for `timeout_s` raises TimeoutError if strict, and otherwise is given up.
         """
         # A child of the process has its own copy of everything, and no thread.
         if os.getpid() != self._pid:
@@ -117,14 +121,14 @@ class Updates:
         for saving in self.savings:
             started = time.monotonic()
             try:
-                saving.staged.exception(self._timeout_s)
-            except TimeoutError:
+                if ends(saving.staged, moved=saving.moved, silent_s=self._timeout_s):
+                    continue
                 error = TimeoutError(
-                    f"the save of {saving.path} has had {self._timeout_s:.0f} s, and still reads"
-                    " what is to be changed"
+                    f"the save of {saving.path} has moved no byte for {self._timeout_s:.0f} s, and"
+                    " still reads what is to be changed"
                 )
                 if self._strict:
-                    raise error from None
+                    raise error
                 if give_up(saving.staged, error):
                     logger.error("%s", error)
             finally:
@@ -155,6 +159,16 @@ class Updates:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.optimizers = [], ()
+
+
+def ends(future: Future[Any], *, moved: Callable[[], object], silent_s: float) -> bool:
+    """Wait until a future is done: whether it is, before `moved` stays the same for so long."""
+    before, now = object(), moved()
+    while now != before and not future.done():
+        with contextlib.suppress(TimeoutError):
+            future.exception(silent_s)
+        before, now = now, moved()
+    return future.done()
 
 
 def give_up(future: Future[Any], error: BaseException) -> bool:
@@ -195,4 +209,4 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return found
 
 
-__all__ = ["NOTHING_HELD", "Held", "Updates", "give_up"]
+__all__ = ["NOTHING_HELD", "Held", "Updates", "ends", "give_up"]

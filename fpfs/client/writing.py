@@ -18,11 +18,11 @@ import torch
 from fpfs.client.accelerators import Copies, Moment, memory_for, now
 from fpfs.client.container import Container
 from fpfs.client.gathering import Source, Strip, gone_of, strips_of
-from fpfs.client.peers import GONE, Peers, RankFailed
+from fpfs.client.peers import ALONE, GONE, Peers, RankFailed
 from fpfs.client.plan import Piece, Share
 from fpfs.client.snapshot import ALIGNMENT, bytes_of
 from fpfs.core.mounts import mount_containing
-from fpfs.core.transfers import PieceWriter, combine_crc32, run_to_end, write_pieces
+from fpfs.core.transfers import PieceWriter, combine_crc32, moved_bytes, run_to_end, write_pieces
 
 REQUEST_BYTES = 256 * 1024
 """So small that what was summed up is still in the processor's cache when the kernel copies it:
@@ -35,9 +35,10 @@ _LITTLE = struct.Struct("<L")
 
 
 class Progress:
-    """How much of its part of a save a rank has written. For any thread."""
+    """How much of its part of a save a rank has written. For any thread. peers: all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self._peers = peers
         self.total_bytes = 0
         """Of the files that are agreed on by now."""
         self._lock = threading.Lock()
@@ -49,6 +50,10 @@ class Progress:
         """So far."""
         with self._lock:
             return self._before + (0 if self._writer is None else self._writer.bytes_written)
+
+    def moved(self) -> object:
+        """Return another value than before if any rank is known to have moved bytes since."""
+        return moved_bytes(), self._peers.signed_s
 
     @contextlib.contextmanager
     def track(self, writer: PieceWriter) -> Iterator[None]:

@@ -21,6 +21,9 @@ PieceReader = _native.PieceReader
 PieceWriter = _native.PieceWriter
 allow_reading = _native.allow_reading
 combine_crc32 = _native.combine_crc32
+count_moved = _native.count_moved
+moved_bytes = _native.moved_bytes
+"""By transfers of this process, and what else is counted."""
 read_pieces = _native.read_pieces
 read_process = _native.read_process
 reserve_file = _native.reserve_file
@@ -81,6 +84,8 @@ __all__ = [
     "Transfer",
     "allow_reading",
     "combine_crc32",
+    "count_moved",
+    "moved_bytes",
     "read_pieces",
     "read_process",
     "reserve_file",

@@ -12,6 +12,7 @@
 #include "base/file_descriptor.h"
 #include "bindings.h"
 #include "client/crc32.h"
+#include "client/moved.h"
 #include "client/piece_reader.h"
 #include "client/piece_writer.h"
 
@@ -139,6 +140,8 @@ void bind_client(nb::module_& module) {
              nb::arg("strips"), nb::arg("owners"), nb::arg("fd"), nb::arg("request_bytes"),
              nb::arg("threads"), nb::arg("first_crc") = 0);
   module.def("allow_reading", &allow_reading);
+  module.def("count_moved", &count_moved, nb::arg("count"));
+  module.def("moved_bytes", [] { return moved_bytes().load(std::memory_order_relaxed); });
   module.def(
       "read_process",
       [](pid_t process, uintptr_t address, uint64_t bytes) {

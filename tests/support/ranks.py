@@ -85,7 +85,7 @@ def serve_store(port_fd: int, life_fd: int, *, network: Sequence[Any] | None) ->
     import torch.distributed as dist
 
     if network is not None:
-        enter(Network(*network).namespace(0))
+        enter(Network(*network), 0)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     os.write(port_fd, str(store.port).encode())
     os.read(life_fd, 1)
@@ -116,7 +116,7 @@ def be_rank(
             made = Network(*network)
             host = made.address(0)
             node = rank * made.nodes // size
-            enter(made.namespace(node))
+            enter(made, node)
             be_on_a_machine(f"node {node}")
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # it would choose the loopback
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}

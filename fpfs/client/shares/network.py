@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from fpfs.core.transfers import count_moved
+
 logger = logging.getLogger(__name__)
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -237,8 +239,8 @@ def receive(
 ) -> None:
     """Fill memory. EOFError when the other end is closed.
 
-    idle: called every `LOOK_S`, if the socket's timeout is not longer; what it raises ends this.
-        None: the timeout is a TimeoutError.
+    idle: called at least every `LOOK_S`, if the socket's timeout is not longer; what it raises ends
+        this. None: the timeout is a TimeoutError.
     """
     _move(connection.recv_into, view, idle)
 
@@ -253,7 +255,6 @@ def send(
 def _move(
     call: Callable[[memoryview], int], view: memoryview, idle: Callable[[], None] | None
 ) -> None:
-    looked_s = time.monotonic()
     while view:
         try:
             count = call(view)
@@ -263,11 +264,11 @@ def _move(
         else:
             if count == 0:
                 raise EOFError("the other end is closed")
+            count_moved(count)
             view = view[count:]
         # Also while bytes come, which may be few.
-        if idle is not None and time.monotonic() - looked_s >= LOOK_S:
+        if idle is not None:
             idle()
-            looked_s = time.monotonic()
 
 
 def send_message(

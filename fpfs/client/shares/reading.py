@@ -28,7 +28,7 @@ from fpfs.client.shares.format import (
     decode_header,
     decode_manifest,
 )
-from fpfs.core.transfers import Transfer, run_to_end
+from fpfs.core.transfers import Transfer, count_moved, run_to_end
 
 TRIES = 10
 """So often at most is a checkpoint replaced while it is opened."""
@@ -173,6 +173,7 @@ class OpenShare:
                     count = os.preadv(self.fd, [rest], offset)
                 if count == 0:
                     raise Damaged(f"{self._of_node} has become shorter")
+                count_moved(count)
                 rest, offset = rest[count:], offset + count
 
     def start(self, pieces: list[Piece], owners: object) -> Transfer:

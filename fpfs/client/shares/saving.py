@@ -243,7 +243,7 @@ class SharesSave:
         self._timeout_s = timeout_s
         self.path = ""
         """The directory, links followed."""
-        self.progress = Progress()
+        self.progress = Progress(peers)
         """Of this rank: of what tensors have."""
         self._uncopied: Uncopied | None = None
         self._in_place: frozenset[int] = frozenset()

@@ -70,7 +70,6 @@ class Serving:
         self._peers = peers
         self._shares = shares
         self._timeout_s = timeout_s
-        self._checking = threading.Lock()
         self._gives_up = threading.Event()
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -156,9 +155,13 @@ class Serving:
     ) -> None:
         """Have an answer put where it belongs."""
         deadline_s = time.monotonic() + self._timeout_s
+        look_at_s = 0.0
 
         def look() -> None:
-            self._look(server, deadline_s)
+            nonlocal look_at_s
+            if time.monotonic() >= look_at_s:
+                self._look(server, deadline_s)
+                look_at_s = time.monotonic() + network.LOOK_S
 
         places = [(offset, count) for _, count, offset in pieces]
         try:
@@ -167,7 +170,6 @@ class Serving:
             if answer.errno is None:
                 for address, count, _ in pieces:
                     network.receive(connection, _memory_at(address, count), idle=look)
-                    deadline_s = time.monotonic() + self._timeout_s
         except (OSError, EOFError) as error:
             self._find_out(server, f"its connection has ended: {error}")
         if answer.errno is not None:
@@ -177,12 +179,14 @@ class Serving:
         self, server: int, deadline_s: float, lacking: str = "has not sent what it was asked for"
     ) -> None:
         """Raise what ends the waiting for a rank, if anything does."""
-        with self._checking:
-            self._peers.check()
+        self._peers.check()
         if self._gives_up.is_set():
             raise concurrent.futures.CancelledError
         if time.monotonic() > deadline_s:
-            raise RankFailed(server, f"{lacking} within {self._timeout_s:.0f} s")
+            # It reads and sends, though not yet what this rank has asked for.
+            (sign_s,) = self._peers.last_signs([server])
+            if time.monotonic() - sign_s > self._timeout_s:
+                raise RankFailed(server, f"{lacking} within {self._timeout_s:.0f} s")
 
     def _find_out(self, server: int, cause: str) -> NoReturn:
         """Raise why a rank is no longer there; `cause`, if nobody says so."""

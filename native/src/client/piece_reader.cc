@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/huge_pages.h"
+#include "client/moved.h"
 
 namespace fpfs {
 
@@ -33,6 +34,7 @@ Status PieceReader::read(const Piece& request) const {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return Status::from_errno("read at " + std::to_string(at));
     if (count == 0) return Status(EIO, "the file ends at " + std::to_string(at));
+    count_moved(static_cast<uint64_t>(count));
     done += static_cast<uint64_t>(count);
   }
   return {};

@@ -12,6 +12,7 @@
 #include "base/huge_pages.h"
 #include "client/crc32.h"
 #include "client/crew.h"
+#include "client/moved.h"
 
 // How it works: the file's range is cut into requests at multiples of request_bytes. Each thread
 // takes the next request, computes the CRC32s of the parts of pieces in it, tells them, and only
@@ -190,7 +191,10 @@ Status PieceWriter::Run::write(const Request& request, CopyBuffer& buffer) {
   crew_.told();
   if (!enter_crcs(request, data.value())) return {};
   Status status = write_whole(config_.fd, data.value(), request.bytes, request.offset);
-  if (status.ok()) bytes_written_.fetch_add(request.bytes, std::memory_order_relaxed);
+  if (status.ok()) {
+    bytes_written_.fetch_add(request.bytes, std::memory_order_relaxed);
+    count_moved(request.bytes);
+  }
   return status;
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
 import re
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +32,8 @@ from fpfs.core.temporary_names import PREFIX
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.failures.damage import blocks_of, flip
 from tests.support.failures.faults import MEBIBYTE, faulty_mount
-from tests.support.processes import python_child
+from tests.support.failures.hostile import suspended
+from tests.support.processes import DEADLINE_S, python_child
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import kill
@@ -324,6 +328,41 @@ def test_a_save_beside_training(own: Mount) -> None:
     own.remount()
     assert same(client.load(path), state)
     assert os.listdir(own.root) == ["state.pt"]
+
+
+def test_training_may_keep_the_interpreter(own: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that write, and make CRC32s, need none."""
+    state = large_state(seed=9)
+    size = sum(tensor.nbytes for tensor in state.values())
+    switch_s = sys.getswitchinterval()
+    with contextlib.ExitStack() as held, client.AsyncSaver() as saver:
+        begun = threading.Event()
+
+        def write(*arguments: Any, **keywords: Any) -> Any:
+            # Nothing that it writes is answered until all is.
+            held.enter_context(suspended(own.keeper_pid))
+            held.enter_context(suspended(own.server_pid))
+            monkeypatch.undo()
+            # Whoever has the interpreter keeps it until that thread waits for something.
+            sys.setswitchinterval(10 * DEADLINE_S)
+            begun.set()
+            return transfers.write_pieces(*arguments, **keywords)
+
+        monkeypatch.setattr("fpfs.client.writing.write_pieces", write)
+        saving = saver.save(state, own.root / "state.pt")
+        try:
+            assert begun.wait(DEADLINE_S)
+            before = saving.bytes_written
+            held.close()
+            end_s = time.monotonic() + DEADLINE_S
+            while saving.bytes_written < size and time.monotonic() < end_s:
+                pass
+            after = saving.bytes_written
+        finally:
+            sys.setswitchinterval(switch_s)
+        assert saving.durable.result(DEADLINE_S).durable
+    assert before < size <= after
+    assert same(client.load(own.root / "state.pt"), state)
 
 
 def save_without_writing(path: str) -> None:

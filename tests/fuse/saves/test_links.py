@@ -1,9 +1,10 @@
-"""Nodes with a mount and a network of their own: links that are slow or cut, nodes that die."""
+"""Nodes with mount, network and clocks of their own: links that are slow or cut, nodes that die."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ CUT_OFF = r"the writer of \.fpfs-save-.*\.(share|manifest\.json) was cut off by 
 LIMIT_S = 8.0
 """How long a rank is waited for of which nothing is known."""
 NEVER_S = 900.0
+YEAR_2100_S = 4_102_444_800
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +114,44 @@ def test_nodes_with_networks_of_their_own(forks: Worlds, nodes: Network, places:
     forks.start(count, load, others, count, 2, network=nodes).values()
 
 
-def test_a_slow_link(forks: Worlds, two: Network, places: list[str]) -> None:
-    two.slow(1, mbit_per_s=40)
+@pytest.mark.parametrize(
+    ("mbit_per_s", "limit_s"),
+    [(40, NEVER_S), pytest.param(4, LIMIT_S, marks=pytest.mark.long)],
+    ids=["", "slower than silence is waited for"],
+)
+def test_a_slow_link(
+    forks: Worlds, two: Network, places: list[str], mbit_per_s: int, limit_s: float
+) -> None:
+    two.slow(1, mbit_per_s=mbit_per_s)
+    forks.start(2, save, places, 2, 1, 2, limit_s, network=two).values()
+    (copy,) = Path(places[1]).glob("00000-*.share")
+    copy_bytes = copy.stat().st_size
+    assert limit_s == NEVER_S or copy_bytes * 8 / 1e6 / mbit_per_s > limit_s
+    saved = two.slowed(1)
+    copy.rename(f"{places[1]}/lost")
+    forks.start(2, load, places, 2, 1, limit_s, network=two).values()
+    loaded = two.slowed(1)
+    assert saved.bytes > copy_bytes
+    assert loaded.bytes > saved.bytes + copy_bytes
+    assert loaded.held_back > saved.held_back > 0
+
+
+def test_clocks_that_differ(forks: Worlds, two: Network, places: list[str]) -> None:
+    """Numbers tell what is newest, and no node's clock. (Those that count from a begin differ.)"""
     forks.start(2, save, places, 2, 1, 2, network=two).values()
-    os.rename(next(Path(places[1]).glob("00000-*.share")), f"{places[1]}/lost")
-    forks.start(2, load, places, 2, 1, network=two).values()
+    former = f"{places[0]} before"
+    shutil.copytree(places[0], former)
+    forks.start(2, save, places, 2, 2, 2, network=two).values()
+    # As a node has it that missed the second one, and whose clock was years ahead.
+    for path in [*Path(former).iterdir(), Path(former)]:
+        os.utime(path, (YEAR_2100_S, YEAR_2100_S))
+    shutil.rmtree(places[0])
+    os.rename(former, places[0])
+    forks.start(2, load, places, 2, 2, network=two).values()
+    assert client.load(places[:2])["step"] == 2
+    forks.start(2, save, places, 2, 3, 2, network=two).values()
+    assert [client.load(place)["step"] for place in places[:2]] == [3, 3]
+    assert [len(os.listdir(place)) for place in places[:2]] == [3, 3]
 
 
 def at(module: Any, name: str, action: Callable[[], None], *, after: int = 0) -> None:

@@ -1,5 +1,7 @@
 """Nodes as network namespaces, each of which has a link to a switch that can be slow, or cut.
 
+A node's processes have monotonic clocks of their own, too.
+
 Concurrency: one process makes and removes them; any may cut a link.
 """
 
@@ -7,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.processes import run
 
 PORT_OF = "port{}"
 """The switch's end of a node's link."""
+UP_LONGER_S = 1_000_000
+"""By how much each node is up longer than the one before, by its clocks."""
 
 
 def why_not() -> str | None:
@@ -27,6 +33,14 @@ def why_not() -> str | None:
 
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class Slowed(NamedTuple):
+    """What came through a link that is slow."""
+
+    bytes: int
+    held_back: int
+    """How often something waited."""
 
 
 class Network(NamedTuple):
@@ -57,6 +71,12 @@ class Network(NamedTuple):
         port = PORT_OF.format(node)
         run(_found("tc"), "-n", self._switch, "qdisc", "add", "dev", port, "root", "tbf", *words)
 
+    def slowed(self, node: int) -> Slowed:
+        """What came through a link since it is slow."""
+        words = ("-n", self._switch, "-j", "-s", "qdisc", "show", "dev", PORT_OF.format(node))
+        (found,) = json.loads(run(_found("tc"), *words))
+        return Slowed(found["bytes"], found["overlimits"])
+
     @property
     def _switch(self) -> str:
         return f"{self.name}-switch"
@@ -84,18 +104,28 @@ def network(nodes: int) -> Iterator[Network]:
         yield made
 
 
-def enter(namespace: str) -> None:
-    """Have the calling thread, and what it starts, be in a network namespace."""
-    library = ctypes.CDLL(None, use_errno=True)
-    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if library.setns(fd, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-    finally:
-        os.close(fd)
+def enter(made: Network, node: int) -> None:
+    """Have the calling process, which has one thread, and what it starts, be on a node."""
+    _call("unshare", _CLONE_NEWTIME)
+    clocks = f"{UP_LONGER_S * node} 0"
+    Path("/proc/self/timens_offsets").write_text(f"monotonic {clocks}\nboottime {clocks}\n")
+    for path, kind in (
+        (made.namespace(node), _CLONE_NEWNET),
+        ("/proc/self/ns/time_for_children", _CLONE_NEWTIME),
+    ):
+        with open(path, "rb") as namespace:
+            _call("setns", namespace.fileno(), kind)
 
 
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWTIME = 0x00000080
+
+
+def _call(name: str, *arguments: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def _ip(*words: str) -> None:

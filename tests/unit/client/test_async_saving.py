@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.snapshot import TouchedMemory
 from fpfs.client.topology import Writers
+from fpfs.client.updates import ends
 from fpfs.core import transfers
+from tests.support.failures.calls import Slow
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG
 from tests.support.states import large_state, odd_state, same
@@ -308,7 +311,7 @@ def test_training_goes_on_beside_a_save_that_hangs(
             failed = saver.save({"step": step}, path)
             for future in (failed.staged, failed.acknowledged, failed.durable):
                 told = str(future.exception(0))
-                assert told == f"the save of {path} has not ended for 0 s"
+                assert told == f"the save of {path} has not ended, and moved no byte for 0 s"
         saver.wait()
         assert [told in line for line in errors_in(caplog)] == [True] * 4
         assert not path.exists()
@@ -470,13 +473,47 @@ def test_one_that_does_not_end(path: Path, held: Callable[[], None]) -> None:
     saver = AsyncSaver(timeout_s=0.1)
     first = saver.save(large_state(seed=6), path)
     for call in (saver.wait, lambda: saver.save({}, path)):
-        with pytest.raises(TimeoutError, match=r"the save of .*state.pt has not ended for 0 s"):
+        with pytest.raises(
+            TimeoutError, match=r"the save of .*state.pt has not ended, and moved no"
+        ):
             call()
     held()
     first.durable.result(60)
     saver.save(large_state(seed=7), path).durable.result(60)
     saver.close()
     assert same(client.load(path), large_state(seed=7))
+
+
+def test_one_that_is_slow(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step waits as long as it moves bytes."""
+    limit_s = 3.0
+    path = in_memory / "state.pt"
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        return Slow(transfers.write_pieces(*arguments, **options), 1.7 * limit_s)
+
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with AsyncSaver(timeout_s=limit_s, staging_bytes=0, optimizers=optimizer) as saver:
+        monkeypatch.setattr(writing, "write_pieces", write)
+        saving = saver.save({"step": 3, "parameter": parameter}, path)
+        optimizer.step()
+        assert saving.staged.done()
+        saver.wait()
+    assert client.load(path)["step"] == 3
+
+
+def test_it_is_waited_for_as_long_as_it_moves() -> None:
+    moves, future = iter(range(5)), Future[None]()
+    assert not ends(future, moved=lambda: next(moves, None), silent_s=0.01)
+    assert next(moves, None) is None
+
+    def moved() -> object:
+        future.set_result(None)
+        return None
+
+    assert ends(future, moved=moved, silent_s=60)
 
 
 def test_a_child_makes_its_own(path: Path, held: Callable[[], None]) -> None:
@@ -520,7 +557,7 @@ def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
     done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
     *_, said, given_up = done.stderr.splitlines()
     assert said.startswith(f"the process ends when this save has: <Saving {path}: staged, 0 of ")
-    assert given_up == f"{path} is given up: nothing was written for 1 s, and the process ends"
+    assert given_up == f"{path} is given up: no byte was moved for 1 s, and the process ends"
     assert not path.exists()
 
 

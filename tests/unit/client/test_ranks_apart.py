@@ -18,6 +18,8 @@ import torch.distributed as dist
 from fpfs import client
 from fpfs.client import peers, writing
 from fpfs.client import store as stores
+from fpfs.client.shares import reading
+from tests.support.failures.calls import Slow
 from tests.support.ranks import Worlds
 from tests.support.states import FORMER, is_as_before, large_state, own_directory
 
@@ -130,9 +132,56 @@ def test_what_others_gave_up_is_not_saved(forks: Worlds, path: Path) -> None:
     client.save(FORMER, path)
     first, *others = forks.start(3, give_up_on_rank_0, path).values()
     for each in others:
-        assert each.startswith("RankFailed: rank 0: gave no sign for 2 s (part)")
+        assert each.startswith("RankFailed: rank 0: has not come to the end of a step (part), and ")
+        assert "moved no byte for 2 s: if" in each
     assert first in others
     assert is_as_before(path)
+
+
+def be_slow(root: str, slow: int, how: str) -> list[str]:
+    """As a rank: save and load; one rank takes longer for each than others wait for silent ones."""
+    limit_s = 5.0
+    # The others wait for rank 0 twice as long as it for them.
+    slow_s = limit_s * (1.5 if slow else 2.5)
+    path = os.path.join(root, "state.pt")
+
+    def slow_at_first(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def be_slow(*arguments: Any, **named: Any) -> Slow:
+            setattr(module, name, function)
+            return Slow(function(*arguments, **named), slow_s)
+
+        setattr(module, name, be_slow)
+
+    if dist.get_rank() == slow:
+        slow_at_first(writing, "write_pieces")
+        slow_at_first(reading.OpenShare, "start")
+    state = large_state(seed=3)
+    if how == "one file":
+        return [said_of(lambda: client.save(state, path, timeout_s=limit_s))]
+    if how == "beside":
+        with client.AsyncSaver(timeout_s=limit_s) as saver:
+            saver.save(state, path)
+            return [said_of(saver.wait)]
+    own = own_directory(root, 1)
+    return [
+        said_of(lambda: client.save_shares(state, own, timeout_s=limit_s)),
+        said_of(lambda: client.load_shares(own, into=state, timeout_s=limit_s)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slow", "how"),
+    [
+        (1, "beside"),
+        pytest.param(0, "one file", marks=pytest.mark.long),
+        pytest.param(1, "shares", marks=pytest.mark.long),
+    ],
+)
+def test_who_is_slow_is_waited_for(forks: Worlds, in_memory: Path, slow: int, how: str) -> None:
+    said = forks.start(3, be_slow, in_memory, slow, how).values()
+    assert said == [["done"] * (2 if how == "shares" else 1)] * 3
 
 
 class Unpicklable:

@@ -95,7 +95,9 @@ def save_beside_what_hangs(root: str, hangs: int) -> str:
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_all_are_told_of_a_save_that_hangs(forks: Worlds, tmp_path: Path, hangs: int) -> None:
     found = forks.start(3, save_beside_what_hangs, str(tmp_path), hangs).values()
-    cause = f"TimeoutError: the save of {tmp_path}/state.pt has not ended for 0 s"
+    cause = (
+        f"TimeoutError: the save of {tmp_path}/state.pt has not ended, and moved no byte for 0 s"
+    )
     for rank, error in enumerate(found):
         assert error == (cause if rank == hangs else f"RankFailed: rank {hangs}: {cause}")
     assert client.load(tmp_path / "state.pt")["step"] == 3
