@@ -236,7 +236,7 @@ class Commands:
 
         fpfs.save_shares(self._state, path, copies=copies)
 
-    def load_shares(self, *, path: str) -> None:
+    def load_shares(self, *, path: str | Sequence[str]) -> None:
         """Load a checkpoint, of which this rank may see a part, into the tensors that there are."""
         import fpfs
 

@@ -1,4 +1,4 @@
-"""Two nodes, with a mount each on one disk, save shares of a checkpoint and load it.
+"""Nodes, with a mount each on one disk, save shares of a checkpoint and load it.
 
 So the disk is what both need, and the network between them is the machine's own.
 """
@@ -9,13 +9,18 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
-from benchmarks.framework import Bound, Contender, Entry, Group
+from benchmarks.framework import Bound, Contender, Entry, Group, Sense
 from benchmarks.groups.ranks import ranks_of
 from benchmarks.peers import fio
 from benchmarks.places import Bench, FpfsMount, drop_caches, state_bytes
 from benchmarks.worker import Worker, together
 
 NODES = 2
+WORLDS = {
+    "in another order": [[3], [1], [2], [0]],
+    "one sees two shares, and one none": [[2], [0, 3], [], [1]],
+}
+"""Whose shares each of four nodes sees then."""
 
 
 @contextlib.contextmanager
@@ -82,6 +87,36 @@ def _loads(bench: Bench) -> Iterator[Sequence[Entry]]:
         yield entries
 
 
+@contextlib.contextmanager
+def _worlds(bench: Bench) -> Iterator[Sequence[Entry]]:
+    """Four nodes load in a world that has changed, cold; how often a device reads each byte."""
+    tensors = bench.scale.tensors
+    with contextlib.ExitStack() as stack:
+        mounts = [stack.enter_context(bench.fpfs()) for _ in range(4)]
+        workers = stack.enter_context(ranks_of(bench, 4, tensors=tensors, layout="replicas"))
+        folders = [str(mount.path / "step") for mount in mounts]
+        together(workers, "save_shares", path=folders, copies=[1] * 4)
+        entries: list[Entry] = []
+        for name, seen in WORLDS.items():
+            of_ranks = [
+                [folders[share] for share in shares] or [f"{folders[rank]} is lost"]
+                for rank, shares in enumerate(seen)
+            ]
+
+            def play(of_ranks: Sequence[Sequence[str]] = of_ranks) -> float:
+                before = _bytes_read(mounts)
+                together(workers, "load_shares", path=of_ranks)
+                return (_bytes_read(mounts) - before) / state_bytes(tensors)
+
+            entries.append(Contender(name=name, play=play, prepare=drop_caches))
+        yield entries
+
+
+def _bytes_read(mounts: Sequence[FpfsMount]) -> int:
+    """From all devices, so far."""
+    return sum(device["bytes_read"] for mount in mounts for device in mount.status()["devices"])
+
+
 GROUPS = (
     Group(
         name="client-nodes",
@@ -102,5 +137,13 @@ GROUPS = (
         unit="GB/s",
         open=_loads,
         bounds=(Bound(contender="each sees half", peer="each sees all", figure=0.9),),
+    ),
+    Group(
+        name="client-load-worlds",
+        title="what devices read in fpfs.load_shares by four nodes in a world that has changed",
+        unit="times",
+        open=_worlds,
+        rounds_max=3,
+        bounds=tuple(Bound(contender=name, figure=1.02, sense=Sense.AT_MOST) for name in WORLDS),
     ),
 )
