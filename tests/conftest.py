@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -100,7 +99,8 @@ def _turn(*, alone: bool) -> Iterator[None]:
     test has nothing of this: the locks are a process's own.
     """
     door, room = 0, 1
-    with open(f"{tempfile.gettempdir()}/fpfs-tests-{os.getuid()}.lock", "w+b") as locks:
+    # Not in TMPDIR, which others may have set otherwise: the machine is one.
+    with open(f"/tmp/fpfs-tests-{os.getuid()}.lock", "w+b") as locks:
         fcntl.lockf(locks, fcntl.LOCK_EX, 1, door)
         fcntl.lockf(locks, fcntl.LOCK_EX if alone else fcntl.LOCK_SH, 1, room)
         fcntl.lockf(locks, fcntl.LOCK_UN, 1, door)

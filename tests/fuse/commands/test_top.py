@@ -72,7 +72,7 @@ def start(terminal: Terminal, mount: Mount) -> None:
 
 
 @needs_tmux
-@pytest.mark.parametrize("key", ["q", "C-c"])
+@pytest.mark.parametrize("key", ["q", pytest.param("C-c", marks=pytest.mark.long)])
 def test_the_live_view(terminal: Terminal, key: str) -> None:
     with mounted() as mount:
         start(terminal, mount)
@@ -102,6 +102,7 @@ def test_the_live_view(terminal: Terminal, key: str) -> None:
 
 
 @needs_tmux
+@pytest.mark.long
 def test_the_view_goes_on_with_the_next_server_and_ends_with_the_mount(terminal: Terminal) -> None:
     with mounted() as mount:
         mount.expect_log(r"server \d+ died \(signal 9\)")
