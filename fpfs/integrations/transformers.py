@@ -325,7 +325,7 @@ def _finish(
                 os.rename(os.path.join(output, name), former)
             os.rename(folder, os.path.join(output, name))
             flush(output)
-            for old in [former, *_obsolete(output, limit)]:
+            for old in [former, *_obsolete(output, limit, newest=name)]:
                 _remove(old)
     except BaseException as error:  # noqa: BLE001 who waits raises it
         logger.error("%s: %s: %s", folder, type(error).__name__, error)
@@ -334,17 +334,20 @@ def _finish(
         finished.set_result(None)
 
 
-def _obsolete(output: str, limit: int | None) -> list[str]:
-    """The checkpoints that go: the oldest beyond `limit`."""
+def _obsolete(output: str, limit: int | None, *, newest: str) -> list[str]:
+    """The checkpoints that go: the oldest beyond `limit`. One of another run may have more steps.
+
+    newest: has just been saved.
+    """
     if limit is None or limit <= 0:
         return []
-    found = {}
-    for name in os.listdir(output):
-        match = _CHECKPOINT.fullmatch(name)
-        if match is not None:
-            found[int(match[1])] = name
-    steps = sorted(found)
-    return [os.path.join(output, found[step]) for step in steps[: -limit or None]]
+    found = []
+    for each in os.scandir(output):
+        match = _CHECKPOINT.fullmatch(each.name)
+        if match is not None and each.is_dir():
+            is_newest = each.name == newest
+            found.append((is_newest, each.stat().st_mtime_ns, int(match[1]), each.path))
+    return [path for *_, path in sorted(found)[:-limit]]
 
 
 def _clear(output: str) -> None:

@@ -222,23 +222,47 @@ def test_training_goes_on_while_it_saves(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(found["transformer.wte.weight"], weights(expected)["transformer.wte.weight"])
 
 
-def test_old_ones_go_when_the_next_is_durable(tmp_path: Path) -> None:
+def test_old_ones_go_when_the_next_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for by_fpfs in (True, False):
         folder = tmp_path / str(by_fpfs)
         trainer_of(folder, 10, by_fpfs=by_fpfs, save_total_limit=2).train()
     assert checkpoints(tmp_path / "True") == ["checkpoint-10", "checkpoint-8"]
     assert checkpoints(tmp_path / "False") == ["checkpoint-10", "checkpoint-8"]
+    folder = tmp_path / "held"
+    trainer_of(folder, 2, by_fpfs=True).train()
+    trainer = trainer_of(folder, 6, by_fpfs=True, save_total_limit=1)
+    watch = Watch(folder, Hold(monkeypatch), go_at=5)
+    trainer.add_callback(watch)
+    trainer.train(resume_from_checkpoint=True)
+    assert watch.seen[-1] == [f"{UNFINISHED}checkpoint-4", "checkpoint-2"]
+    assert checkpoints(folder) == ["checkpoint-6"]
+
+
+def test_what_another_run_has_left_goes_first(tmp_path: Path) -> None:
+    for by_fpfs in (True, False):
+        former = tmp_path / str(by_fpfs) / "checkpoint-500"
+        former.mkdir(parents=True)
+        os.utime(former, (1, 1))
+        trainer_of(former.parent, 4, by_fpfs=by_fpfs, save_total_limit=1).train()
+        assert checkpoints(former.parent) == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize(
-    ("limit", "gone"), [(None, []), (0, []), (1, [2, 4, 16]), (2, [2, 4]), (4, []), (9, [])]
+    ("limit", "gone"),
+    [(None, []), (0, []), (1, [108, 2, 16]), (2, [108, 2]), (4, []), (9, [])],
 )
 def test_which_ones_go(tmp_path: Path, limit: int | None, gone: list[int]) -> None:
-    for step in (2, 4, 16, 108):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+    """The oldest, of those of an age the ones of fewer steps, and never what was just saved."""
+    for step, age_s in ((2, 50), (4, 90), (16, 50), (108, 70)):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        os.utime(path, (1000 - age_s, 1000 - age_s))
     (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "checkpoint-1").touch()
     (tmp_path / "runs").mkdir()
-    found = transformers._obsolete(str(tmp_path), limit)
+    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4")
     assert found == [str(tmp_path / f"checkpoint-{step}") for step in gone]
 
 
