@@ -59,7 +59,7 @@ from fpfs.client.filling import Filling, check_archive, read
 from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_here, resolve
 from fpfs.client.plan import Piece, Share
-from fpfs.client.replacement import Replacement
+from fpfs.client.replacement import Replacement, locked_directory
 from fpfs.client.sharding import is_dtensor
 from fpfs.client.snapshot import ALIGNMENT, TouchedMemory, Uncopied, bytes_of, copy_rest
 from fpfs.client.topology import TIMEOUT_S
@@ -149,7 +149,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
                     )
         # No rank writes before all have done this.
         if self._removes:
-            self._remove_unnamed()
+            with locked_directory(self._directory):
+                self._remove_unnamed()
         return plan
 
     @property
@@ -208,13 +209,15 @@ class Writer(StorageWriter):  # type: ignore[misc]
             info = each.storage_data
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-        self._check(ends)
         path = os.path.join(self._directory, self._metadata_name)
         with Replacement(path) as replacement:
             with open(replacement.fd, "wb", closefd=False) as stream:
                 pickle.dump(metadata, stream)
-            replacement.commit(durable=self._durable)
-        self._remove_unnamed()
+            # Another save may not remove them between.
+            with locked_directory(self._directory):
+                self._check(ends)
+                replacement.commit(durable=self._durable)
+                self._remove_unnamed()
 
     def _check(self, ends: Mapping[str, int]) -> None:
         """All ranks' files are here: they see this directory, and nobody else has removed them."""

@@ -35,7 +35,7 @@ from fpfs.client.replacement import Replacement
 from fpfs.core.temporary_names import make_temporary
 from fpfs.dcp import Reader, Stager, Writer
 from fpfs.integrations import dcp as integration
-from tests.support.failures.calls import die
+from tests.support.failures.calls import die, full
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, large_state, odd_state, random_tensor, same
 
@@ -280,6 +280,46 @@ def test_two_at_once_do_not_make_one_that_is_not_whole(
     with pytest.raises(CheckpointException, match="save into it one after the other"):
         dcp.save(state(seed=1), storage_writer=Writer(folder), no_dist=True)
     assert equal(loaded(folder, state(seed=2)), state(seed=2))
+
+
+def test_one_that_begins_when_another_one_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes nothing of it, and fails itself later."""
+    begins = threading.Event()
+    commit, lock, remove = Replacement.commit, integration.locked_directory, Writer._remove_unnamed
+    failures: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            dcp.save(state(seed=2), storage_writer=Writer(folder), no_dist=True)
+        except CheckpointException as error:
+            failures.append(error)
+
+    other = threading.Thread(target=save)
+
+    def lock_late(path: str) -> Any:
+        begins.set()
+        return lock(path)
+
+    def remove_early(writer: Writer) -> None:
+        remove(writer)
+        begins.set()
+
+    def commit_late(replacement: Replacement, *, durable: bool) -> None:
+        monkeypatch.setattr(Replacement, "commit", commit)
+        monkeypatch.setattr(integration, "reserve_file", full)
+        monkeypatch.setattr(integration, "locked_directory", lock_late)
+        monkeypatch.setattr(Writer, "_remove_unnamed", remove_early)
+        other.start()
+        assert begins.wait(60)
+        commit(replacement, durable=durable)
+
+    monkeypatch.setattr(Replacement, "commit", commit_late)
+    dcp.save(state(seed=1), storage_writer=Writer(folder), no_dist=True)
+    other.join(60)
+    assert "No space left" in str(failures)
+    assert equal(loaded(folder, state(seed=2)), state(seed=1))
 
 
 def test_without_overwrite(folder: Path) -> None:
