@@ -216,7 +216,7 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
         )
     if target.device.type == "meta":
         raise ValueError(f"{name} of the state has no memory: to_empty() it first")
-    if _offset_of(source.untyped_storage()) < 0:
+    if not is_located(source):
         raise ValueError(
             f"where {name} is in the file is not known, as in files older than torch 1.6 or with"
             " a torch older than 2.13: load it without into="
@@ -309,6 +309,11 @@ def _fill_block(
         target.copy_(block)
 
 
+def is_located(source: torch.Tensor) -> bool:
+    """Whether torch.load has found where in the file a tensor without memory is."""
+    return _offset_of(source.untyped_storage()) >= 0
+
+
 def _offset_of(storage: Any) -> int:
     """Where torch.load has found a storage in the file; negative: it has not."""
     offset = getattr(storage, "_checkpoint_offset", None)
@@ -343,4 +348,4 @@ def _differs(name: str, found: Any, wanted: Any) -> str:
     return f"{name or 'the state'}: the file has {found}, the state {wanted}"
 
 
-__all__ = ["Filling", "ReadableFile", "check_archive", "fill", "read"]
+__all__ = ["Filling", "ReadableFile", "check_archive", "fill", "is_located", "read"]

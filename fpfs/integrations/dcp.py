@@ -55,7 +55,7 @@ from fpfs.client.accelerators import Copies, now
 from fpfs.client.archives import is_dense, lay_out_each
 from fpfs.client.boxes import Box
 from fpfs.client.container import Container
-from fpfs.client.filling import Filling, check_archive, read
+from fpfs.client.filling import Filling, check_archive, is_located, read
 from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_here, resolve
 from fpfs.client.plan import Piece, Share
@@ -343,7 +343,7 @@ def _without_memory(archive: Any) -> torch.Tensor | None:
         found: torch.Tensor = torch.load(archive, map_location="meta", weights_only=True)
     except NotImplementedError:  # of a type that is always in memory
         return None
-    return found if is_dense(found) else None
+    return found if is_dense(found) and is_located(found) else None
 
 
 class _Slice(io.RawIOBase):
