@@ -265,9 +265,14 @@ def _item(name: Any, tensor: Any, *, whole: bool) -> _Item:
 def _check_apart(items: Iterable[_Item]) -> None:
     """Raise ValueError of tensors that share memory."""
     spans = []
+    views = dict[tuple[Any, ...], str]()
     for item in items:
         local = item.local
         if local.numel() > 0:
+            view = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            if view in views:
+                raise _shared(views[view], item.name)
+            views[view] = item.name
             # As far as it reaches, with its gaps.
             reach = sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True)) + 1
             begin = local.data_ptr()
@@ -280,11 +285,15 @@ def _check_apart(items: Iterable[_Item]) -> None:
         # Of so many views of one tensor as this, what is shared is saved twice.
         for each in before if pairs < PAIRS_MAX else ():
             if _share_memory(each[3].local, span[3].local):
-                raise ValueError(
-                    f"{each[3].name!r} and {span[3].name!r} share memory, which safetensors does"
-                    " not keep: leave one of them out, or save a clone() of it"
-                )
+                raise _shared(each[3].name, span[3].name)
         before.append(span)
+
+
+def _shared(one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{one!r} and {other!r} share memory, which safetensors does not keep: leave one of them"
+        " out, or save a clone() of it"
+    )
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import planning, safetensors, save_safetensors, saving
+from fpfs.client import planning, safetensors, save_safetensors, saving, writing
 from fpfs.core.temporary_names import make_temporary
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, Named, odd_state, random_tensor
@@ -298,23 +298,30 @@ def test_a_failure_leaves_the_former_shards(
 
 
 def test_shards_get_their_names_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the last one is written, the former ones are there."""
+    """When the last one is written, and the index, which is of more of them, at last."""
     path = tmp_path / "model.safetensors"
     save_safetensors(sizes_to_tensors([30, 30]), path, max_shard_bytes=30)
     before = contents(tmp_path)
-    seen = []
-    takes_name = saving.Replacement.take_name
+    done: list[str] = []
+    takes_name, write = saving.Replacement.take_name, writing.write_pieces
 
-    def look(self: saving.Replacement) -> None:
-        if not seen:
-            seen.append({name: text for name, text in contents(tmp_path).items() if name in before})
+    def take_name(self: saving.Replacement) -> None:
+        if done[-1] == "writes":
+            found = contents(tmp_path)
+            assert {name: found[name] for name in before} == before
         takes_name(self)
+        done.append(self.path.rpartition("/")[2])
 
-    monkeypatch.setattr(saving.Replacement, "take_name", look)
-    changed = {name: tensor + 1 for name, tensor in sizes_to_tensors([30, 30]).items()}
-    save_safetensors(changed, path, max_shard_bytes=30)
-    assert seen == [before]
-    assert contents(tmp_path) != before
+    def write_pieces(*arguments: Any, **options: Any) -> Any:
+        done.append("writes")
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(saving.Replacement, "take_name", take_name)
+    monkeypatch.setattr(writing, "write_pieces", write_pieces)
+    save_safetensors(sizes_to_tensors([30, 30, 30]), path, max_shard_bytes=30)
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert done[done.index(shards[0]) :] == [*shards, "model.safetensors.index.json"]
+    assert done.count("writes") >= len(shards)
 
 
 @pytest.mark.parametrize("limit", [0, -1, "5GB", 1.5, True])
@@ -384,25 +391,35 @@ def test_what_killed_saves_have_left_goes(tmp_path: Path) -> None:
 
 
 def test_two_at_once_are_one_or_the_other(tmp_path: Path) -> None:
-    """Models of two and of three shards, at one path, over and over."""
+    """Models of two and of three shards, and others of two, at one path, over and over."""
 
-    def save(shards: int) -> None:
-        tensors = sizes_to_tensors([30] * shards)
+    def save(shards: int, value: int) -> None:
+        tensors = {
+            name: torch.full_like(tensor, value)
+            for name, tensor in sizes_to_tensors([30] * shards).items()
+        }
         save_safetensors(tensors, tmp_path / "model.safetensors", max_shard_bytes=30)
 
+    models = ((2, 0), (3, 1), (2, 2))
     for _ in range(40):
-        threads = [threading.Thread(target=save, args=[shards]) for shards in (2, 3)]
+        threads = [threading.Thread(target=save, args=model) for model in models]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(load_sharded(tmp_path)) == len(os.listdir(tmp_path)) - 1
+        found = load_sharded(tmp_path)
+        assert len(found) == len(os.listdir(tmp_path)) - 1
+        (value,) = {int(each) for tensor in found.values() for each in tensor.unique()}
+        assert (len(found), value) in models
 
 
 def test_many_views_of_one_tensor(path: Path) -> None:
     base = torch.arange(900.0**2).reshape(900, 900)
-    save_safetensors({str(number): base[:, number] for number in range(900)}, path)
+    views = {str(number): base[:, number] for number in range(900)}
+    save_safetensors(views, path)
     assert torch.equal(load_file(path)["7"], base[:, 7])
+    with pytest.raises(ValueError, match="'7' and 'again' share memory"):
+        save_safetensors(views | {"again": base[:, 7]}, path)
 
 
 # --- beside training ---
