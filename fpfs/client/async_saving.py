@@ -350,7 +350,8 @@ class AsyncSaver:
             self._say(in_place)
             if not in_place.is_held:
                 self._updates.wait()
-                saving.stall_s = time.monotonic() - started
+                # That was the call's wait, and no step's.
+                saving.stall_s, saving.update_wait_s = time.monotonic() - started, 0.0
         except BaseException as error:
             if saving is not None and saving.in_place_bytes > 0:
                 why = "save was interrupted before it had written what may change"

@@ -198,6 +198,7 @@ def test_the_call_waits_for_what_nobody_holds(path: Path, writers: Writers) -> N
         assert writers.go.is_set()
         assert began.staged.done()
         assert began.in_place_bytes == 5 * MIB
+        assert began.update_wait_s == 0.0
         training.other.zero_()
         training.step()
     assert torch.load(path)["other"].unique().tolist() == [1]
