@@ -219,17 +219,20 @@ def test_a_checkpoint_in_a_group_is_whole_or_not_there(
 
 
 @pytest.mark.parametrize("is_power_lost", [False, True])
-@pytest.mark.parametrize("writer", ["torch", "fpfs"])
+@pytest.mark.parametrize(("writer", "place"), [("torch", "run"), ("fpfs", "run"), ("fpfs", "")])
 def test_a_checkpoint_that_is_saved_again_is_one_of_both(
-    own: Mount, forks: Worlds, tmp_path: Path, writer: str, is_power_lost: bool
+    own: Mount, forks: Worlds, tmp_path: Path, writer: str, place: str, is_power_lost: bool
 ) -> None:
+    """Atomic directories have those of both, and any directory those of fpfs."""
+    own.allow_log("is quarantined|removed")
+    folder = own.root / place
     chance = random.Random(chosen_seed())
     for _ in range(ROUNDS):
-        saver = Saver(forks, own.root / "run", "latest", writer, tmp_path / "record")
+        saver = Saver(forks, folder, "latest", writer, tmp_path / "record")
         last = save_until_everything_dies(
             own, saver, after_s=chance.uniform(0, 0.2), is_power_lost=is_power_lost
         )
-        assert loaded_step(own.root / "run/latest") in (last, last + 1)
+        assert loaded_step(folder / "latest") in (last, last + 1)
 
 
 @pytest.mark.parametrize("is_on_fpfs", [True, False])

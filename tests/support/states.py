@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -10,10 +11,11 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn.functional import mse_loss
 
 from fpfs.client import planning, snapshot
+from fpfs.client.replacement import Replacement
 from fpfs.client.shares.saving import save_shares
 from fpfs.client.updates import Reading
 from tests.support.contents import random_bytes
@@ -401,3 +404,27 @@ def hold_copies(patch: pytest.MonkeyPatch, module: ModuleType) -> Callable[[], N
 
     patch.setattr(module, "copy_rest", copy_rest)
     return go.set
+
+
+@contextlib.contextmanager
+def flushed_files() -> Iterator[list[str]]:
+    """The names of files that fpfs's client flushes, and then flushes their names, in order."""
+    found: list[str] = []
+    complete, flush_name = Replacement.complete, Replacement.flush_name
+    flushed: list[str] = []
+
+    def complete_and_tell(self: Replacement, *, durable: bool) -> None:
+        complete(self, durable=durable)
+        if durable:
+            flushed.append(self.path)
+
+    def flush_and_tell(self: Replacement) -> None:
+        flush_name(self)
+        if self.path in flushed:
+            found.append(os.path.basename(self.path))
+
+    with (
+        mock.patch.object(Replacement, "complete", complete_and_tell),
+        mock.patch.object(Replacement, "flush_name", flush_and_tell),
+    ):
+        yield found

@@ -36,7 +36,7 @@ from tests.support.failures.hostile import suspended
 from tests.support.processes import DEADLINE_S, python_child
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
-from tests.support.servers import kill
+from tests.support.servers import kill, stop
 from tests.support.states import large_state, odd_state, same
 from tests.support.waiting import wait_until
 
@@ -294,14 +294,25 @@ def test_a_saver_that_is_killed_leaves_a_whole_file(own: Mount, how: str) -> Non
     wait_until(lambda: os.listdir(own.root) == ["state.pt"])
 
 
-def test_a_server_that_is_killed_is_not_noticed(own: Mount) -> None:
+def test_a_server_that_is_killed_is_not_noticed(
+    own: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of writing: it answers nothing any more when that begins."""
     path = own.root / "state.pt"
     own.expect_log("died .signal 9.: starting another")
     states = [large_state(seed=number, tensors=3) for number in range(2)]
-    for number in range(4):
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        stop(own.server_pid)
+        writer = transfers.write_pieces(*arguments, **options)
         kill(own)
+        return writer
+
+    monkeypatch.setattr("fpfs.client.writing.write_pieces", write)
+    for number in range(4):
         client.save(states[number % 2], path, durable=True)
         assert same(client.load(path), states[number % 2])
+    assert own.status().restarts >= 4
 
 
 def test_a_save_beside_training(own: Mount) -> None:

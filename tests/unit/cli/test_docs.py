@@ -20,7 +20,9 @@ def named_tests(text: str) -> set[tuple[str, str]]:
     return set(_NAMED.findall(text))
 
 
-@pytest.mark.parametrize("document", ["semantics.md", "testing.md", "client.md", "multi-node.md"])
+@pytest.mark.parametrize(
+    "document", ["semantics.md", "testing.md", "client.md", "multi-node.md", "frameworks.md"]
+)
 def test_every_named_test_exists(document: str) -> None:
     """A promise whose test was renamed or removed is no longer shown by it."""
     named = named_tests((ROOT / "docs" / document).read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from fpfs.integrations import accelerate
+from tests.support.failures.calls import full
 from tests.support.states import same
 
 
@@ -81,19 +83,47 @@ def test_fpfs_writes_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(written) == 2
 
 
-def test_a_failure_is_raised_and_the_former_weights_stay(tmp_path: Path) -> None:
+def test_a_failure_is_raised_and_the_former_weights_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model whose file cannot be written; the one before it has its new ones."""
     accelerator, models = prepared(seed=5)
     accelerate.register(accelerator)
     accelerator.save_state(str(tmp_path / "c"))
     before = contents(tmp_path / "c")
-    (tmp_path / "c" / "model_1.safetensors").unlink()
-    (tmp_path / "c" / "model_1.safetensors").mkdir()
     with torch.no_grad():
-        next(models[1].parameters()).zero_()
-    with pytest.raises(IsADirectoryError, match=r"model_1\.safetensors"):
+        for model in models:
+            next(model.parameters()).zero_()
+    saves = accelerate.save_safetensors
+
+    def save(tensors: Any, path: str, **options: Any) -> Any:
+        if os.path.basename(path) == "model_1.safetensors":
+            monkeypatch.setattr("fpfs.client.writing.write_pieces", full)
+        return saves(tensors, path, **options)
+
+    monkeypatch.setattr(accelerate, "save_safetensors", save)
+    with pytest.raises(OSError, match=r"No space left.*model_1\.safetensors"):
         accelerator.save_state(str(tmp_path / "c"))
-    (tmp_path / "c" / "model_1.safetensors").rmdir()
-    assert contents(tmp_path / "c").items() <= before.items()
+    after = contents(tmp_path / "c")
+    assert {name for name in before if after[name] != before[name]} == {"model.safetensors"}
+    assert after.keys() == before.keys()
+
+
+def test_weights_are_safetensors_always(tmp_path: Path) -> None:
+    """A hook does not learn of `safe_serialization`."""
+    accelerator, models = prepared(seed=6)
+    accelerate.register(accelerator)
+    accelerator.save_state(str(tmp_path / "c"), safe_serialization=False)
+    assert (tmp_path / "c" / "model.safetensors").exists()
+    expected = [
+        {name: each.clone() for name, each in model.state_dict().items()} for model in models
+    ]
+    with torch.no_grad():
+        for model in models:
+            next(model.parameters()).zero_()
+    accelerator.load_state(str(tmp_path / "c"))
+    for model, state in zip(models, expected, strict=True):
+        assert same(dict(model.state_dict()), state)
 
 
 def test_what_is_no_accelerator() -> None:

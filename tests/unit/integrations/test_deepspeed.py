@@ -30,7 +30,8 @@ from fpfs.core import transfers
 from fpfs.integrations import deepspeed as integration
 from fpfs.integrations.deepspeed import register
 from tests.support.ranks import Worlds
-from tests.support.states import same
+from tests.support.states import flushed_files, same
+from tests.support.waiting import wait_until
 
 # It would compile one of its collectives first; gloo has all that these tests need.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -195,8 +196,12 @@ def test_training_goes_on_while_it_saves(forks: Worlds, tmp_path: Path) -> None:
     assert forks.start(2, train_beside, tmp_path).values() == [[4], [4]]
 
 
-def fail(folder: str, how: str) -> list[str]:
-    """Rank 1 fails: what each rank is told, by the next save."""
+def fail(folder: str, how: str, call: str) -> list[str]:
+    """Rank 1 fails: what each rank is told by the next call, and what its log has before."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fpfs").addHandler(handler)
     engine = engine_of(stage=1)
     registered = register(engine, timeout_s=60)
     train(engine, steps=1)
@@ -217,25 +222,39 @@ def fail(folder: str, how: str) -> list[str]:
     train(engine, steps=1)
     writing.write_pieces = transfers.write_pieces
     said = []
+    if how == "device" and is_rank_1:
+        wait_until(lambda: bool(logged))
+    said_before = "No space left" in str(logged)
+    calls = {
+        "save": lambda: engine.save_checkpoint(folder),
+        "load": lambda: engine.load_checkpoint(folder),
+        "destroy": engine.destroy,
+    }
     try:
-        engine.save_checkpoint(folder)
+        calls[call]()
     except (OSError, TypeError, RankFailed) as error:
         said.append(f"{type(error).__name__}: {error}")
-    said.append(str(latest(folder)))
+    said += [str(said_before), str(latest(folder))]
     dist.barrier()
-    engine.save_checkpoint(folder)
-    engine.destroy()
-    said.append(str(latest(folder)))
+    if call != "destroy":
+        engine.save_checkpoint(folder)
+        engine.destroy()
+        said.append(str(latest(folder)))
     return said
 
 
-@pytest.mark.parametrize("how", ["device", "state"])
-def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_save(
-    forks: Worlds, tmp_path: Path, how: str
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [("device", "save"), ("state", "save"), ("device", "load"), ("device", "destroy")],
+)
+def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_call(
+    forks: Worlds, tmp_path: Path, how: str, call: str
 ) -> None:
     """No rank waits for ever, `latest` stays, and the save after that succeeds."""
-    ranks = forks.start(2, fail, tmp_path, how).values()
-    assert [each[1:] for each in ranks] == [["global_step1", "global_step3"]] * 2
+    ranks = forks.start(2, fail, tmp_path, how, call).values()
+    named = ["global_step1", "global_step3"][: 1 if call == "destroy" else 2]
+    assert [each[2:] for each in ranks] == [named] * 2
+    assert [each[1] for each in ranks] == ["False", str(how == "device")]
     if how == "device":
         optimizer = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         cause = (
@@ -444,7 +463,9 @@ def save_at_once(folder: str, writer: dict[str, Any] | None) -> list[Any]:
     Path(folder, "latest").write_text("former")
     dist.barrier()
     former = os.stat(f"{folder}/latest")
-    engine.save_checkpoint(folder)
+    with flushed_files() as flushed:
+        engine.save_checkpoint(folder)
+    assert flushed == ["mp_rank_00_model_states.pt", "latest"][: 2 if dist.get_rank() == 0 else 0]
     assert registered._concluded is None
     assert not registered._saver._spare
     said = [latest(folder), files_in(folder), engine.save_non_zero_checkpoint]

@@ -20,6 +20,7 @@ from fpfs.client import async_saving
 from fpfs.client.saving import Save
 from fpfs.integrations import lightning
 from fpfs.integrations.lightning import FpfsCheckpointIO
+from tests.support.states import flushed_files
 
 TRAINER_KEY = "pytorch-lightning_version"
 
@@ -201,7 +202,10 @@ def test_a_save_that_does_not_end_is_named(tmp_path: Path, held: Held) -> None:
 def test_a_run_after_the_end_of_another(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
     for seed in (1, 2):
         plugin.save_checkpoint(checkpoint(seed), tmp_path / "last.ckpt")
+        saving = plugin._saving
         plugin.teardown()
+        assert saving is not None
+        assert saving.durable.result(0).durable
         assert_is(torch.load(tmp_path / "last.ckpt"), seed)
 
 
@@ -223,7 +227,9 @@ def test_what_nobody_waits_for_is_there_at_once(
 
     monkeypatch.setattr(async_saving.AsyncSaver, "save", never)
     plugin = FpfsCheckpointIO(asynchronous=asynchronous)
-    plugin.save_checkpoint({key: 1, "weight": torch.ones(5)}, tmp_path / name)
+    with flushed_files() as flushed:
+        plugin.save_checkpoint({key: 1, "weight": torch.ones(5)}, tmp_path / name)
+    assert flushed == [name]
     assert torch.equal(torch.load(tmp_path / name)["weight"], torch.ones(5))
 
 
