@@ -246,6 +246,19 @@ class Commit:
             if entry.error is not None:
                 raise entry.error
 
+    async def make_current_below(self, directory: int) -> None:
+        """Commit what could not be kept of a directory and what is below it: try that again.
+
+        Raises the OSError of one that cannot be kept.
+        """
+        inside = await self._catalog.read(
+            partial(list_below, directory=directory, inos=tuple(self._failures))
+        )
+        for ino in sorted(inside):
+            inode = self._inodes.cached(ino)
+            if inode is not None:
+                await self.make_current(inode)
+
     async def make_durable(self, inode: Inode) -> None:
         """Commit what was written so far and make it survive power loss, as fsync(2).
 
@@ -350,9 +363,9 @@ class Commit:
         return self._last_entries.keys()
 
     @property
-    def idle(self) -> bool:
-        """Whether no version is on its way."""
-        return not self._queue
+    def all_current(self) -> bool:
+        """Whether no version is on its way, and none could not be kept."""
+        return not self._queue and not self._failures
 
     def sync_write(self, event: SyncWrite) -> None:
         """Make a write on an O_SYNC handle durable and answer it."""

@@ -325,7 +325,7 @@ class Entries:
 
     async def _removal_mark(self, parent: int, name: bytes) -> tuple[Inode | None, int]:
         """The version that the removal of a name has to wait for, if any, and the inode, in use."""
-        if self._commit.idle:
+        if self._commit.all_current:
             return None, 0
         row = await self._catalog.read(lambda t: dirents.look_up(t, parent, name))
         if row is None:
@@ -401,13 +401,18 @@ class Entries:
             await self._delete_if_unused(done.replaced)
 
     async def _commit_pending(self, parent: int, name: bytes) -> None:
-        """Make content current that is renamed before it is committed."""
-        if self._commit.idle and not self._files.writers:
+        """Make content current that is renamed before it is committed.
+
+        Raises the OSError of content that cannot be kept: what it would replace stays.
+        """
+        if self._commit.all_current and not self._files.writers:
             return
         row = await self._catalog.read(lambda t: dirents.look_up(t, parent, name))
         inode = None if row is None else self._inodes.cached(row.ino)
         if inode is not None and inode.is_regular:
             await self._commit.make_current(inode)
+        elif row is not None:
+            await self._commit.make_current_below(row.ino)
         # Whatever moves, a pointer or a folder, is not seen without what was closed before.
         await self._commit.wait_queued()
 

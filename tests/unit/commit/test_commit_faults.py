@@ -98,6 +98,41 @@ async def test_close_reports_the_error_that_the_background_met(tmp_path: Path) -
         await mount.namespace.files.flush(handle)
 
 
+@pytest.mark.parametrize("moved", [b"folder", b"folder/new"])
+@trio.testing.trio_test
+async def test_what_could_not_be_kept_replaces_nothing(moved: bytes, tmp_path: Path) -> None:
+    """Also when nothing is on its way any more."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await mount.make_directory("good")
+        await mount.write_file("good/new", b"before")
+        await mount.make_directory("folder")
+        handle = await mount.create("folder/new")
+        await mount.commit.flush_all()
+        inode = await mount.resolve("folder/new")
+        mount.engine.fail_drains(inode.ino, errno.EIO)
+        mount.engine.write(handle, 0, b"after")
+        mount.namespace.files.release(handle)
+        await mount.commit.wait_queued()
+        assert not mount.commit.all_current
+        folder = await mount.resolve("folder")
+        good = await mount.resolve("good")
+        entries = mount.namespace.entries
+        source, to = (ROOT, b"folder"), (ROOT, b"latest")
+        if moved != b"folder":
+            source, to = (folder.ino, b"new"), (good.ino, b"new")
+        with pytest.raises(OSError, match="Input/output error"):
+            await entries.rename(source, to, RenameMode.REPLACE)
+        await entries.rename((ROOT, b"good"), (ROOT, b"other"), RenameMode.REPLACE)
+        assert await mount.read_file("other/new") == b"before"
+        mount.engine.fail_drains(inode.ino, 0)
+        to = (good.ino, b"new") if moved != b"folder" else (ROOT, b"latest")
+        await entries.rename(source, to, RenameMode.REPLACE)
+        assert mount.commit.all_current
+        path = "latest/new" if moved == b"folder" else "other/new"
+        assert await committed_size(mount, path) == 5
+
+
 @trio.testing.trio_test
 async def test_flush_all_covers_what_is_open(tmp_path: Path) -> None:
     async with rig(tmp_path) as mount:
