@@ -46,10 +46,10 @@ class DeferredUnlinks:
         self._without_row: list[Inode] = []
         """Those whose rows went with the transaction that they waited for."""
         self._passed = 0
-        """The last version that is current or given up."""
+        """The last version that has been kept, with all before it."""
 
     def hold(self, inode: Inode, *, mark: int) -> None:
-        """Keep an inode whose name was removed until version `mark` is current or given up.
+        """Keep an inode whose name was removed until versions up to `mark` have been kept.
 
         Called, as is `finalized`, in the order of the catalog's transactions.
         """
@@ -66,6 +66,11 @@ class DeferredUnlinks:
         """Note that this transaction was carried out: rows of later ones are not gone with it."""
         self._without_row += self._take(mark)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether any removal is not final yet."""
+        return bool(self._held)
+
     def _take(self, mark: int) -> list[Inode]:
         """Return, and wait no longer with, what waits for versions up to `mark`."""
         taken = []
@@ -78,7 +83,7 @@ class DeferredUnlinks:
         await self.pass_by(self._passed)
 
     async def pass_by(self, mark: int) -> None:
-        """Release what waited for versions up to `mark`, which are current or given up."""
+        """Release what waited for versions up to `mark`, which have been kept."""
         self._passed = max(self._passed, mark)
         without_row, self._without_row = self._without_row, []
         with_row = self._take(mark)

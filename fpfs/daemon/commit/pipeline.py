@@ -21,6 +21,7 @@ Invariants:
     until that is done (`wait_quarantined`).
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
+    Names that were removed after it come back after power loss until then.
 
 Concurrency: trio thread only. `run` holds all tasks: one that gathers queued entries, DRAINERS that
 drain them in order, a sequencer that commits drained entries from the head of the queue, and one
@@ -166,6 +167,10 @@ class Commit:
         self._nursery: trio.Nursery | None = None
         self._last_entries: dict[int, _Entry] = {}
         self._failures: dict[int, CommitFailure] = {}
+        self._not_kept: dict[int, int] = {}
+        """The first version of each inode that could not be kept since one was current."""
+        self._passed = 0
+        """The last version that is current or given up."""
         self._committed = 0
         self._transactions = 0
         inodes.on_removable(self._delete)
@@ -298,11 +303,19 @@ class Commit:
             await self._changed.park()
 
     async def make_room(self) -> bool:
-        """Give up former versions, and return when their space is free; False: there are none."""
+        """Give up what was replaced, and return when its space is free; False: there is nothing.
+
+        Former versions first, then what was removed after contents that could not be kept.
+        """
         given_up = await self._versions.give_up_oldest()
         for inode in given_up:
             await self.give_back(inode)
-        return bool(given_up)
+        if given_up or not (self._not_kept and self._deferred_unlinks.waiting):
+            return bool(given_up)
+        self._not_kept.clear()
+        await self._deferred_unlinks.pass_by(self._passed)
+        await self._reclaim.wait_given_back()
+        return True
 
     async def give_up_replaced(self, inode: Inode) -> None:
         """Commit a truncation at once, and return when the space it took out of use is free."""
@@ -330,20 +343,18 @@ class Commit:
 
         0: what was closed before is current, or the inode was not there before it.
         """
-        last = self._queue[-1] if self._queue else None
-        if last is None:
-            return 0
         if not committed_bytes and inode.is_regular:
             # It never was without what was closed before its own content.
             youngest = itertools.islice(reversed(self._queue), inode.pending)
-            if all(entry.inode is inode for entry in youngest):
+            if not self._queue or all(entry.inode is inode for entry in youngest):
                 return 0
         elif inode.pending == len(self._queue):
-            return 0
-        return last.number
+            others = (number for ino, number in self._not_kept.items() if ino != inode.ino)
+            return max(others, default=0)
+        return self._queue[-1].number
 
     def name_removed(self, inode: Inode, *, mark: int) -> None:
-        """Keep an inode whose name was removed until version `mark` is current or given up.
+        """Keep an inode whose name was removed until versions up to `mark` have been kept.
 
         Called when the transaction is delivered; `release_deferred_unlinks` comes after it.
         """
@@ -356,6 +367,8 @@ class Commit:
     def _delete(self, inode: Inode) -> None:
         """Delete an inode that nothing refers to; what it could not keep matters no more."""
         self._failures.pop(inode.ino, None)
+        if self._not_kept.pop(inode.ino, 0):
+            self._progress.set()
         self._reclaim.delete(inode)
 
     def queued(self) -> KeysView[int]:
@@ -542,7 +555,7 @@ class Commit:
                     inode.ino, last=entry.last and inode.writers == 0
                 )
             except OSError as error:
-                entry.error = error
+                self._fail(entry, error)
             self.steps.add(StepKind.DRAIN, inode.ino, began_ns)
         entry.drained = True
         if self._queue[0] is entry:
@@ -558,10 +571,15 @@ class Commit:
                 batch.append(entry)
             if not batch:
                 self._progress = trio.Event()
+                await self._deferred_unlinks.pass_by(self._final(self._passed))
                 await self._progress.wait()
                 continue
             await self._commit_batch([entry for entry in batch if entry.snapshot is not None])
-            await self._deferred_unlinks.pass_by(batch[-1].number)
+            for entry in batch:
+                if entry.error is None:
+                    self._not_kept.pop(entry.inode.ino, None)
+            self._passed = batch[-1].number
+            await self._deferred_unlinks.pass_by(self._final(self._passed))
             for entry in batch:
                 self._queue.popleft()
                 self._finish(entry)
@@ -584,7 +602,15 @@ class Commit:
             if len(batch) > 1:
                 await self._commit_each(batch)
             else:
-                batch[0].error = error
+                self._fail(batch[0], error)
+
+    def _fail(self, entry: _Entry, error: OSError) -> None:
+        entry.error = error
+        self._not_kept.setdefault(entry.inode.ino, entry.number)
+
+    def _final(self, number: int) -> int:
+        """Up to which version removals are final: all that was closed before has been kept."""
+        return min([number, *(failed - 1 for failed in self._not_kept.values())])
 
     async def _commit_each(self, batch: list[_Entry]) -> None:
         for entry in batch:
@@ -594,17 +620,18 @@ class Commit:
         """Run the transaction of a batch and tell the engine."""
         versions = [self._version(entry) for entry in batch]
         changed: list[Changed] = []
+        final = self._final(batch[-1].number)
 
         def store(transaction: Transaction) -> int:
             changed.clear()
             removal = 0
             for version in versions:
                 removal = max(removal, self._make_current(transaction, version, changed))
-            self._deferred_unlinks.finalize(transaction, batch[-1].number)
+            self._deferred_unlinks.finalize(transaction, final)
             return removal
 
         def stored(removal: int) -> int:
-            self._deferred_unlinks.finalized(batch[-1].number)
+            self._deferred_unlinks.finalized(final)
             return removal
 
         began_ns = time.monotonic_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,80 @@ async def test_power_loss_brings_back_what_was_removed_too_early(
     assert [record.message for record in caplog.records if BACK in record.message] == [
         f"old {BACK}"
     ]
+
+
+async def save_badly(mount: Rig, path: str) -> int:
+    """Close a file whose content no device takes; returns its inode."""
+    handle = await mount.create(path)
+    inode = await mount.resolve(path)
+    mount.engine.fail_drains(inode.ino, errno.EIO)
+    mount.engine.write(handle, 0, b"b" * LARGE)
+    mount.namespace.files.release(handle)
+    mount.namespace.forget(inode.ino, 1)
+    return inode.ino
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+@trio.testing.trio_test
+async def test_what_could_not_be_kept_takes_nothing_along(
+    fails_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether that is known when the old one is removed or not, and whatever is saved besides."""
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await saved(mount, "old", "older")
+        if not fails_first:
+            mount.engine.hold_drains()
+        await save_badly(mount, "new")
+        if fails_first:
+            await mount.commit.wait_queued()
+        await unlink(mount, "old")
+        mount.engine.let_drains_go()
+        await mount.commit.make_names_durable()
+        await mount.write_file("other", b"o" * LARGE)
+        await mount.commit.make_names_durable()
+        await unlink(mount, "older")
+        assert await mount.names("") == {".", "..", "new", "other"}
+        assert await rows(mount) == 2
+    async with rig(tmp_path, devices=devices) as mount:
+        assert await mount.read_file("old") == (b"old" * LARGE)[: LARGE // 3 * 3]
+        assert await mount.names("") == {".", "..", "new", "other", "old", "older"}
+        assert await mount.read_file("other") == b"o" * LARGE
+        assert await rows(mount) == 0
+    assert sum(BACK in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("how", ["it is kept", "it is removed", "its space is needed"])
+@trio.testing.trio_test
+async def test_what_could_not_be_kept_is_waited_for_until(how: str, tmp_path: Path) -> None:
+    devices = MemoryDevices()
+    async with rig(tmp_path, devices=devices) as mount:
+        await saved(mount, "old")
+        before = set(devices.objects)
+        ino = await save_badly(mount, "new")
+        await mount.commit.wait_queued()
+        await unlink(mount, "old")
+        await mount.write_file("other", b"o" * LARGE)
+        await mount.commit.flush_all()
+        assert before <= set(devices.objects)
+        assert await rows(mount) == 1
+        if how == "it is kept":
+            mount.engine.fail_drains(ino, 0)
+            assert await mount.commit.flush_all() == ()
+        elif how == "it is removed":
+            await unlink(mount, "new")
+            await trio.testing.wait_all_tasks_blocked(0.1)
+        else:
+            assert await mount.commit.make_room()
+            assert not await mount.commit.make_room()
+        await mount.commit.flush_all()
+        assert await rows(mount) == 0
+        assert not before & set(devices.objects)
+        mount.engine.fail_drains(ino, 0)
+        await mount.commit.flush_all()
+        # Nothing is waited for any more.
+        await unlink(mount, "other")
+        assert await rows(mount) == 0
 
 
 @trio.testing.trio_test

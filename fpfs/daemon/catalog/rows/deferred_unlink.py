@@ -8,7 +8,8 @@ transaction that makes the last of these contents current takes the row away.
 
 Invariants:
   * A row is there from the transaction that removed the name until what was closed before is
-    current, or given up; until then the inode and what it holds are not deleted.
+    current; until then the inode and what it holds are not deleted. Of a content that cannot be
+    kept, until another one of its file is current, the file is removed, or the space is needed.
 
 Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
