@@ -12,12 +12,13 @@ import pytest
 
 from tests.crash import injection
 from tests.crash.injection import NEW, SAVES, Saver, inject, saver
+from tests.support.seeds import chosen_seed
 
 EVERY = 32
 
 
 def test_no_error_of_a_call_breaks_a_save(tmp_path: Path) -> None:
-    start = random.randrange(EVERY)
+    start = random.Random(chosen_seed()).randrange(EVERY)
     print(f"python -m tests.crash.injection --every {EVERY} --start {start}")
     totals = inject(tmp_path, every=EVERY, start=start)
     assert totals["injections"] > 0

@@ -23,6 +23,7 @@ from fpfs.core.protocol.control import peer, runtime_folders, socket_path
 from fpfs.core.protocol.questions import AnyQuestion
 from fpfs.daemon.control.limits import CONNECTIONS_ONE_MAX, REQUEST_BYTES_MAX
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from tests.support.seeds import chosen_seed
 
 NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 MEMBER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--groups=games")
@@ -129,9 +130,7 @@ def test_what_is_the_owners_is_refused_to_others(mount: Mount) -> None:
 
 def test_others_see_what_the_mount_shows_them(mount: Mount) -> None:
     """Random permissions: what the server tells of is what can be listed and looked at."""
-    number = random.SystemRandom().randrange(1 << 32)
-    print("seed", number)
-    dice = random.Random(number)
+    dice = random.Random(chosen_seed())
     top = mount.root / "trees"
     top.mkdir()
     for _ in range(25):

@@ -118,6 +118,7 @@ def test_files_that_are_open_written_and_read_meanwhile() -> None:
                 [sys.executable, "-m", CTL, "device", "drain", mount.root, "1"],
                 stdout=subprocess.DEVNULL,
             )
+            wait_until(lambda: state(mount, 1)["state"] == "draining", "no drain begins")
             save.write(saved[10_000_000:20_000_000])
             os.pwrite(sparse.fileno(), appended[:500_000], 1_000_000)
             os.pwrite(changed.fileno(), appended, len(contents["file5"]))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -149,7 +150,14 @@ def test_umount_drains_what_is_dirty() -> None:
         content = os.urandom(200_000_003)
         digest = hashlib.sha256(content).digest()
         (mount.root / "large").write_bytes(content)
-        mount.remount()
+        with contextlib.ExitStack() as closing:
+            processes = [os.pidfd_open(pid) for pid in (mount.server_pid, mount.keeper_pid)]
+            for process in processes:
+                closing.callback(os.close, process)
+            mount.unmount()
+            # The next mount would wait for those that still drain.
+            assert select.select(processes, [], [], 0)[0] == processes
+        mount.mount()
         assert hashlib.sha256((mount.root / "large").read_bytes()).digest() == digest
 
 

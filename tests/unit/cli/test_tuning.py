@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import random
 
 import pytest
@@ -19,6 +18,7 @@ from fpfs.core.tuning import (
     space_of,
     sweep,
 )
+from tests.support.seeds import chosen_seed
 
 MIB = 1024 * 1024
 SPACE = space_of(slot_bytes=MIB, depth=16, device_count=4)
@@ -55,7 +55,7 @@ def machine(
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_what_is_found_is_close_to_the_best_for_a_tenth_of_the_measurements(noise: float) -> None:
-    seed = int.from_bytes(os.urandom(4))
+    seed = chosen_seed()
     chance = random.Random(seed)
     for _ in range(300):
         of_this_machine = functools.partial(

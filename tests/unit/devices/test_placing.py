@@ -18,6 +18,7 @@ from fpfs.core.refusal import Refused
 from fpfs.daemon.catalog.rows.extents import fetch_content
 from fpfs.daemon.inodes.table import decode_layout
 from tests.support.catalog.rig import LARGE, ROOT, Rig, rig
+from tests.support.seeds import chosen_seed
 
 BLOCK = 65536
 
@@ -199,7 +200,7 @@ def model_of(path: str, settings: dict[str, dict[str, str]], defaults: Policy) -
 
 @trio.testing.trio_test
 async def test_random_trees_have_the_policies_of_a_model(tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4))
+    seed = chosen_seed()
     chance = random.Random(seed)
     async with rig(tmp_path) as mount:
         folders = ["."]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -26,6 +25,7 @@ from fpfs.core.policy import (
 from fpfs.core.policy_rules import DeviceFacts, MountFacts, check_policy, choose_devices
 from fpfs.core.refusal import Refused
 from fpfs.core.units import format_exact, parse_size_bytes
+from tests.support.seeds import chosen_seed
 
 MIB = 1024 * 1024
 THREE = (DeviceFacts(4, ("fast", "new")), DeviceFacts(5, ("fast",)), DeviceFacts(7))
@@ -241,7 +241,7 @@ def test_devices_that_take_no_chunks_are_avoided() -> None:
 
 
 def test_layouts_of_a_policy_conform_to_it() -> None:
-    seed = int.from_bytes(os.urandom(4))
+    seed = chosen_seed()
     chance = random.Random(seed)
     placer = Placer()
     for _ in range(500):
