@@ -225,6 +225,9 @@ def locked_directory(path: str) -> Iterator[None]:
             time.sleep(POLL_S)
         yield
     finally:
+        # A child that was forked meanwhile has the descriptor, too, and would keep the lock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

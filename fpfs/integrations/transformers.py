@@ -50,7 +50,21 @@ UNFINISHED = ".fpfs-unfinished-"
 """Begins the name of a directory until it has its own."""
 FORMER = ".fpfs-former-"
 """Begins the name of a checkpoint that another one of the same step replaces."""
+REMOVED = ".fpfs-removed-"
+"""Begins the name of a checkpoint that is being removed."""
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+_OVERRIDDEN = (
+    "_save",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_save_scaler",
+    "save_model",
+)
+"""What subclasses save more by than Trainer does."""
+
+_under_way: dict[str, Future[None]] = {}
+"""Directories that this process is writing, whatever has become of who began it."""
 
 
 class FpfsCallback(TrainerCallback):  # type: ignore[misc]
@@ -107,6 +121,8 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         if args is not self._trainer.args:
             raise ValueError("this FpfsCallback was made for another Trainer: make one for this")
         self._random = None
+        # A run may begin anew, as Trainer's own does with smaller batches.
+        self._by_all(self.wait)
         if args.should_save and os.path.isdir(args.output_dir):
             _clear(args.output_dir)
 
@@ -179,9 +195,12 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
                 self._random = _random_states(args)
                 if not control.should_log:
                     self._save_when_due(control)
-            elif not self._said:
-                self._said = True
-                logger.warning("Trainer saves by itself: %s", why)
+            else:
+                if not self._said:
+                    self._said = True
+                    logger.warning("Trainer saves by itself: %s", why)
+                # It goes by what is there when it removes older ones.
+                self._by_all(self.wait)
         return control
 
     def _save_when_due(self, control: TrainerControl) -> None:
@@ -221,6 +240,16 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             "DeepSpeed saves": trainer.is_deepspeed_enabled,
             "the model has adapters": getattr(trainer.model, "peft_config", None),
             "the model is quantized": getattr(trainer.model, "hf_quantizer", None),
+            "the model is compiled": hasattr(trainer.model, "_orig_mod"),
+            "it evaluates several datasets": isinstance(trainer.eval_dataset, dict),
+            "the learning rate follows evaluations": isinstance(
+                trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+            ),
+            "its class has a way of its own": any(
+                getattr(getattr(trainer, name, None), "__func__", None)
+                is not getattr(Trainer, name, None)
+                for name in _OVERRIDDEN
+            ),
             "it trains on several machines": args.world_size > max(1, here),
             f"it trains on a device of type {args.device.type}": args.device.type
             not in ("cpu", "cuda"),
@@ -234,13 +263,17 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             return
         trainer, args = self._trainer, self._trainer.args
         name = f"checkpoint-{trainer.state.global_step}"
-        folder = os.path.join(args.output_dir, UNFINISHED + name)
+        output = os.path.abspath(args.output_dir)
+        folder = os.path.join(output, UNFINISHED + name)
         trainer.store_flos()  # of all ranks
 
         def begin() -> None:
             # Raises what the one before has failed of, before anything is made.
             self.wait()
-            place = os.path.join(args.output_dir, name)
+            # Of another run in this process, which was interrupted.
+            if folder in _under_way:
+                _under_way[folder].exception(self._timeout_s)
+            place = os.path.join(output, name)
             if os.path.lexists(place) and not os.path.isdir(place):
                 raise FileExistsError(errno.EEXIST, "it is no directory: remove it", place)
             if args.should_save:
@@ -263,7 +296,15 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         self._saving = self._opened.save_files(files)
         if args.should_save:
             self._finished = Future()
-            finish = functools.partial(_finish, self._finished, folder, name, args.save_total_limit)
+            _under_way[folder] = self._finished
+            finish = functools.partial(
+                _finish,
+                self._finished,
+                folder,
+                name,
+                limit=args.save_total_limit,
+                best=trainer.state.best_model_checkpoint,
+            )
             self._saving.durable.add_done_callback(finish)
 
     def _save_small(self, folder: str) -> None:
@@ -309,8 +350,10 @@ def _finish(
     finished: Future[None],
     folder: str,
     name: str,
-    limit: int | None,
     durable: Future[Saved],
+    *,
+    limit: int | None,
+    best: str | None,
 ) -> None:
     """Give a checkpoint its name when its large files are durable, and remove older ones."""
     try:
@@ -325,19 +368,21 @@ def _finish(
                 os.rename(os.path.join(output, name), former)
             os.rename(folder, os.path.join(output, name))
             flush(output)
-            for old in [former, *_obsolete(output, limit, newest=name)]:
-                _remove(old)
+            for old in [former, *_obsolete(output, limit, newest=name, best=best)]:
+                _remove_quietly(old)
     except BaseException as error:  # noqa: BLE001 who waits raises it
         logger.error("%s: %s: %s", folder, type(error).__name__, error)
+        _under_way.pop(folder, None)
         finished.set_exception(error)
     else:
+        _under_way.pop(folder, None)
         finished.set_result(None)
 
 
-def _obsolete(output: str, limit: int | None, *, newest: str) -> list[str]:
+def _obsolete(output: str, limit: int | None, *, newest: str, best: str | None) -> list[str]:
     """The checkpoints that go: the oldest beyond `limit`. One of another run may have more steps.
 
-    newest: has just been saved.
+    newest: has just been saved; what is as new is somebody else's. best: Trainer knows it as that.
     """
     if limit is None or limit <= 0:
         return []
@@ -345,23 +390,44 @@ def _obsolete(output: str, limit: int | None, *, newest: str) -> list[str]:
     for each in os.scandir(output):
         match = _CHECKPOINT.fullmatch(each.name)
         if match is not None and each.is_dir():
-            is_newest = each.name == newest
-            found.append((is_newest, each.stat().st_mtime_ns, int(match[1]), each.path))
-    return [path for *_, path in sorted(found)[:-limit]]
+            found.append((each.stat().st_mtime_ns, int(match[1]), each.path))
+    saved_ns = next(when for when, _, path in found if os.path.basename(path) == newest)
+    kept = {os.path.realpath(os.path.join(output, newest)), best and os.path.realpath(best)}
+    older = [
+        path
+        for when, _, path in sorted(found)
+        if when <= saved_ns and os.path.realpath(path) not in kept
+    ]
+    return older[: max(0, len(found) - limit)]
 
 
 def _clear(output: str) -> None:
     """Remove what a killed run has left unfinished, and give back what it was about to replace."""
     for name in os.listdir(output):
         path = os.path.join(output, name)
-        for prefix in (UNFINISHED, FORMER):
+        if os.path.abspath(path) in _under_way:
+            continue
+        for prefix in (UNFINISHED, FORMER, REMOVED):
             own = name.removeprefix(prefix)
             if own == name or not _CHECKPOINT.fullmatch(own):
                 continue
-            if prefix == UNFINISHED or os.path.lexists(os.path.join(output, own)):
+            if prefix != FORMER or os.path.lexists(os.path.join(output, own)):
                 _remove(path)
             else:
                 os.rename(path, os.path.join(output, own))
+
+
+def _remove_quietly(path: str) -> None:
+    """Remove a checkpoint, which is nobody's from the first moment on; the log says if it fails."""
+    output, name = os.path.split(path)
+    removed = os.path.join(output, REMOVED + name.removeprefix(FORMER))
+    try:
+        _remove(removed)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, removed)
+        _remove(removed)
+    except OSError as error:
+        logger.error("%s was not removed: %s", path, error)
 
 
 def _remove(path: str) -> None:

@@ -108,7 +108,7 @@ ROUNDS = 3 if IS_LONG else 1
 # Saving again removes the marker of before, which power loss may undo before the group goes back.
 LOGGED = (
     r"not committed (again )?when the last mount ended|never finished|took over|cut off by"
-    r"|was removed after something was saved that the loss of power took: it is back$"
+    r"|was removed after something was saved that is lost: it is back$"
 )
 
 

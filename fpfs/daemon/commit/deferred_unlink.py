@@ -122,6 +122,6 @@ class DeferredUnlinks:
             return
         for path in await self._catalog.write_urgently(deferred_unlink.put_back):
             log.warning(
-                "%s was removed after something was saved that the loss of power took: it is back",
+                "%s was removed after something was saved that is lost: it is back",
                 show_name(path),
             )

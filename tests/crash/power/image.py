@@ -139,7 +139,7 @@ EXPECTED = re.compile(
     r"|group \S+ was (not committed|changed and not committed again) when the last mount ended: "
     # What was being written is no checkpoint.
     r"|was made and never finished when the last mount ended: it is removed$"
-    r"|was removed after something was saved that the loss of power took: it is back$"
+    r"|was removed after something was saved that is lost: it is back$"
 )
 """What a server may say of a cut, loudly enough for its owner to hear."""
 

@@ -17,7 +17,7 @@ from fpfs.daemon.commit.deferred_unlink import DeferredUnlinks
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.catalog.rig import LARGE, ROOT, SUPERUSER, Rig, rig
 
-BACK = "was removed after something was saved that the loss of power took: it is back"
+BACK = "was removed after something was saved that is lost: it is back"
 
 
 async def saved(mount: Rig, *paths: str) -> None:

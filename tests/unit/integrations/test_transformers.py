@@ -251,19 +251,101 @@ def test_what_another_run_has_left_goes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "gone"),
-    [(None, []), (0, []), (1, [108, 2, 16]), (2, [108, 2]), (4, []), (9, [])],
+    [(None, []), (0, []), (1, [108, 2, 16]), (2, [108, 2, 16]), (3, [108, 2]), (5, []), (9, [])],
 )
 def test_which_ones_go(tmp_path: Path, limit: int | None, gone: list[int]) -> None:
-    """The oldest, of those of an age the ones of fewer steps, and never what was just saved."""
-    for step, age_s in ((2, 50), (4, 90), (16, 50), (108, 70)):
+    """The oldest, of those of an age the ones of fewer steps; not what was saved now, or later."""
+    for step, age_s in ((2, 50), (4, 10), (16, 50), (108, 70), (300, 5)):
         path = tmp_path / f"checkpoint-{step}"
         path.mkdir()
         os.utime(path, (1000 - age_s, 1000 - age_s))
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "checkpoint-1").touch()
     (tmp_path / "runs").mkdir()
-    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4")
+    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4", best=None)
     assert found == [str(tmp_path / f"checkpoint-{step}") for step in gone]
+    best = tmp_path / "checkpoint-108"
+    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4", best=str(best))
+    assert str(best) not in found
+
+
+def test_what_cannot_be_removed_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has its name no longer, since it may have lost some of its files."""
+    remove = transformers._remove
+
+    def fail(path: str) -> None:
+        if os.path.isdir(path) and transformers.REMOVED in path:
+            raise PermissionError(13, os.strerror(13), path)
+        remove(path)
+
+    monkeypatch.setattr(transformers, "_remove", fail)
+    trainer_of(tmp_path, 6, by_fpfs=True, save_total_limit=1).train()
+    assert [name for name in checkpoints(tmp_path) if name[0] != "."] == ["checkpoint-6"]
+    assert "checkpoint-2 was not removed: [Errno 13]" in caplog.text
+    monkeypatch.undo()
+    trainer_of(tmp_path, 2, by_fpfs=True).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+
+
+class Interrupts(TrainerCallback):
+    """Ends training at a step, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_run_that_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """While the one before still saves: by the same Trainer, or another one of the process."""
+    hold = Hold(monkeypatch)
+    trainer = trainer_of(tmp_path, 4, by_fpfs=True)
+    trainer.add_callback(Interrupts(2))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert hold.began.wait(60)
+    threading.Timer(0.2, hold.go.set).start()
+    if is_new:
+        trainer = trainer_of(tmp_path, 4, by_fpfs=True)
+    trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    expected = trainer_of(tmp_path / "own", 4, by_fpfs=False)
+    expected.train()
+    if is_new:
+        found = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+        assert same(found, load_file(tmp_path / "own" / "checkpoint-4" / "model.safetensors"))
+
+
+class SavesMore(Trainer):  # type: ignore[misc]
+    """Has something besides."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        Path(str(output_dir), "more.txt").write_text("more")
+
+
+def test_what_trainer_saves_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(tmp_path, 2, by_fpfs=True)
+    more = SavesMore(model=gpt(), args=trainer.args, train_dataset=Rows(), eval_dataset=Rows())
+    more.add_callback(FpfsCallback(more))
+    more.train()
+    assert (tmp_path / "checkpoint-2" / "more.txt").exists()
+    assert "Trainer saves by itself: its class has a way of its own" in caplog.text
+    of_several = {"a": Rows(), "b": Rows()}
+    several = Trainer(model=gpt(), args=trainer.args, train_dataset=Rows(), eval_dataset=of_several)
+    several.add_callback(FpfsCallback(several))
+    several.train()
+    assert "Trainer saves by itself: it evaluates several datasets" in caplog.text
+    last = state_of(tmp_path / "checkpoint-2")["log_history"]
+    assert any("eval_b_loss" in entry for entry in last)
 
 
 class Breaks(Rows):
