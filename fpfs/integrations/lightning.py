@@ -6,7 +6,10 @@ what the other has saved. Lightning saves on rank 0 alone, and so does this.
 Invariants:
   * A file that Lightning wants removed is there until the checkpoint that is being saved is
     durable; if that fails, it stays.
-  * What a save has failed of is raised by the next call, at the latest when the run ends.
+  * What a save has failed of is raised by the next call, at the latest when the run ends. The next
+    save is made all the same.
+  * A file that two have saved at one step is removed when both want that: the second callback was
+    given the name of the first one's, which was not there yet.
 
 Concurrency: as Lightning uses it: one thread, also in a handler of a signal that interrupts it.
 """
@@ -41,8 +44,8 @@ class FpfsCheckpointIO:
     """Saves and loads a Trainer's checkpoints by fpfs, beside training.
 
     asynchronous: a Trainer's save returns when the checkpoint is copied (`fpfs.AsyncSaver`). What
-        Fabric saves, what processes hand to each other, and what a SLURM job saves before it is
-        queued again, is durable when it returns.
+        Fabric saves, what processes hand to each other, what a SLURM job saves before it is queued
+        again, and what is saved after the end of a run, is durable when it returns.
     memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
     threads: how many write. None: as many as there are processors, 2 to 8.
     timeout_s: seconds that a call waits for the save before.
@@ -74,6 +77,10 @@ class FpfsCheckpointIO:
         """The last one, until somebody has waited for it."""
         self._obsolete: list[str] = []
         """Removed when the last save has succeeded."""
+        self._saved: dict[str, tuple[Any, int]] = {}
+        """Of which step each file is, and how often it was saved at that."""
+        self._has_ended = False
+        """Whether a run has: nobody would wait for what is saved beside anything now."""
         self._removing = threading.RLock()
         for base in BASES:
             module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
@@ -89,21 +96,37 @@ class FpfsCheckpointIO:
     ) -> None:
         """Save `checkpoint` to `path`, whole or not at all; its folder is made.
 
-        Raises what the save before has failed of, and what `fpfs.save` raises; TypeError of
-        `storage_options`.
+        Raises what the save before has failed of, when this one has begun or is done, and what
+        `fpfs.save` raises; TypeError of `storage_options`.
         """
         if storage_options is not None:
             raise TypeError("FpfsCheckpointIO has no storage_options: leave them out")
         name = _local(path)
-        self.wait()
+        failed: Exception | None = None
+        try:
+            self.wait()
+        except Exception as error:
+            if self._saving is not None:  # It has not ended.
+                raise
+            # This one may be the last of the run: it is not lost for that.
+            failed = error.with_traceback(None)
         os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
         # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
         has_an_end = "pytorch-lightning_version" in checkpoint and not _is_last_of_job(name)
-        if self._asynchronous and has_an_end:
+        if self._asynchronous and has_an_end and not self._has_ended:
             self._saving = self._opened().save(checkpoint, name)
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
             save(checkpoint, name, group=ALONE, durable=True)
+        self._count(os.path.abspath(name), checkpoint.get("global_step"))
+        if failed is not None:
+            raise failed
+
+    def _count(self, name: str, step: Any) -> None:
+        """Note that a file was saved."""
+        of_step, times = self._saved.get(name, (None, 0))
+        is_again = step is not None and step == of_step
+        self._saved[name] = (step, times + 1 if is_again else 1)
 
     def load_checkpoint(
         self,
@@ -124,6 +147,10 @@ class FpfsCheckpointIO:
         # Of a link, the link.
         name = os.path.abspath(_local(path))
         self._forget_of_parent()
+        step, times = self._saved.pop(name, (None, 1))
+        if times > 1:
+            self._saved[name] = (step, times - 1)
+            return
         with self._removing:
             if self._saving is not None and not _has_succeeded(self._saving.durable):
                 self._obsolete.append(name)
@@ -148,7 +175,8 @@ class FpfsCheckpointIO:
             self._saving = None
 
     def teardown(self) -> None:
-        """Lightning's run ends: wait, and give the memory back; the next save takes it again."""
+        """Lightning's run ends: wait, and give the memory back."""
+        self._has_ended = True
         try:
             self.wait()
         finally:
@@ -166,7 +194,7 @@ class FpfsCheckpointIO:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._saver = self._saving = None
-            self._obsolete = []
+            self._obsolete, self._saved = [], {}
             self._removing = threading.RLock()
 
     def _remove_obsolete(self, durable: Future[Saved]) -> None:

@@ -109,6 +109,18 @@ def test_a_failure_is_raised_and_the_former_weights_stay(
     assert after.keys() == before.keys()
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_main_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_main: bool
+) -> None:
+    """Alone: no other one has to come, as where a hook leaves it no weights."""
+    accelerator, _ = prepared(seed=7)
+    accelerate.register(accelerator)
+    monkeypatch.setattr(Accelerator, "is_main_process", is_main)
+    accelerator.save_state(str(tmp_path / "c"))
+    assert (tmp_path / "c" / "model_1.safetensors").exists() == is_main
+
+
 def test_weights_are_safetensors_always(tmp_path: Path) -> None:
     """A hook does not learn of `safe_serialization`."""
     accelerator, models = prepared(seed=6)
@@ -129,5 +141,3 @@ def test_weights_are_safetensors_always(tmp_path: Path) -> None:
 def test_what_is_no_accelerator() -> None:
     with pytest.raises(TypeError, match="register is given an Accelerator, not 5"):
         accelerate.register(5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="timeout_s is 'x': give seconds"):
-        accelerate.register(Accelerator(), timeout_s="x")  # type: ignore[arg-type]

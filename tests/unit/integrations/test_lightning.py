@@ -20,6 +20,7 @@ from fpfs.client import async_saving
 from fpfs.client.saving import Save
 from fpfs.integrations import lightning
 from fpfs.integrations.lightning import FpfsCheckpointIO
+from tests.support.failures.calls import full
 from tests.support.states import flushed_files
 
 TRAINER_KEY = "pytorch-lightning_version"
@@ -145,7 +146,7 @@ def test_a_former_checkpoint_stays_when_the_next_fails(
     held.error = OSError(28, "No space left on device", "next.ckpt")
     held.may_go_on.set()
     with pytest.raises(OSError, match="No space left"):
-        plugin.save_checkpoint(checkpoint(3), tmp_path / "third.ckpt")
+        plugin.wait()
     assert list(tmp_path.iterdir()) == [former]
     assert f"{former} stays" in caplog.text
     held.error = None
@@ -200,13 +201,52 @@ def test_a_save_that_does_not_end_is_named(tmp_path: Path, held: Held) -> None:
 
 
 def test_a_run_after_the_end_of_another(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
+    """What nobody would wait for is durable when the call returns."""
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "first.ckpt")
+    saving = plugin._saving
+    plugin.teardown()
+    assert saving is not None
+    assert saving.durable.result(0).durable
     for seed in (1, 2):
-        plugin.save_checkpoint(checkpoint(seed), tmp_path / "last.ckpt")
-        saving = plugin._saving
-        plugin.teardown()
-        assert saving is not None
-        assert saving.durable.result(0).durable
+        with flushed_files() as flushed:
+            plugin.save_checkpoint(checkpoint(seed), tmp_path / "last.ckpt")
+        assert flushed == ["last.ckpt"]
         assert_is(torch.load(tmp_path / "last.ckpt"), seed)
+        plugin.teardown()
+        assert_is(torch.load(tmp_path / "last.ckpt"), seed)
+
+
+def test_a_file_that_two_have_saved(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
+    """At one step, by one name, which was not there yet: it goes when both have done with it."""
+    path = tmp_path / "epoch=0-step=2.ckpt"
+    for _ in range(2):
+        plugin.save_checkpoint(checkpoint(1) | {"global_step": 2}, path)
+    plugin.wait()
+    plugin.remove_checkpoint(path)
+    assert path.exists()
+    plugin.remove_checkpoint(path)
+    assert not path.exists()
+    for step in (3, 4):
+        plugin.save_checkpoint(checkpoint(1) | {"global_step": step}, path)
+    plugin.wait()
+    plugin.remove_checkpoint(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["b.ckpt", "hpc_ckpt_1.ckpt"])
+def test_a_save_after_one_that_failed_is_made(
+    plugin: FpfsCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It may be the last of the run."""
+    monkeypatch.setattr("fpfs.client.writing.write_pieces", full)
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    assert plugin._saving is not None
+    assert isinstance(plugin._saving.durable.exception(60), OSError)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=r"No space left on device.*a\.ckpt"):
+        plugin.save_checkpoint(checkpoint(2), tmp_path / name)
+    plugin.teardown()
+    assert_is(torch.load(tmp_path / name), 2)
 
 
 @pytest.mark.parametrize(
