@@ -84,6 +84,10 @@ class FpfsStorage(LocalFileSystemStorage):
         name = resolve(path)
         return ParallelFile(name, past_cache=is_on_fpfs(name))
 
+    def stream_write(self, path: Path) -> io.IOBase:
+        """Open a file to be written, which is as durable as others are when it is closed."""
+        return io.BufferedWriter(_File(path, durable=self._durable))
+
     def get_write_stream(self, path: Path, data: object) -> _Stream:
         """Return what ``torch.save(data, stream)`` saves `data` by."""
         return _Stream(path, data, self)
@@ -121,6 +125,22 @@ class FpfsStorage(LocalFileSystemStorage):
         super().rename(src_path, dst_path, is_directory, background_cleanup)
         if self._durable:
             flush(dst_path.parent)
+
+
+class _File(io.FileIO):
+    """A new file, which is flushed when it is closed if it is to be durable."""
+
+    def __init__(self, path: Path, *, durable: bool) -> None:
+        super().__init__(path, "wb")
+        self._durable = durable
+
+    def close(self) -> None:
+        """Close it; OSError of what cannot be flushed."""
+        try:
+            if self._durable and not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
 
 
 class _Stream(io.RawIOBase):

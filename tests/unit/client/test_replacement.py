@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fpfs.client import replacement
 from fpfs.client.replacement import Replacement
 from fpfs.core.temporary_names import PREFIX
 
@@ -150,3 +151,20 @@ def test_room_is_reserved(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"No space left|File too large"):
             replacement.reserve(2**62)
     assert names(tmp_path) == []
+
+
+def test_a_child_does_not_keep_a_directory_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is forked while it is locked has the descriptor, too, as long as it lives."""
+    monkeypatch.setattr(replacement, "LOCK_S", 1.0)
+    with replacement.locked_directory(str(tmp_path)):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with replacement.locked_directory(str(tmp_path)):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -270,6 +270,27 @@ def test_names_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert flushed == []
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_written_bit_by_bit_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """As the files of consolidated checkpoints are, which get their names then."""
+    flushed: list[int] = []
+    fsync = os.fsync
+
+    def count(fd: int) -> None:
+        fsync(fd)
+        flushed.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(torch_checkpointing.os, "fsync", count)
+    storage = torch_checkpointing.FpfsStorageConfig(durable=durable).create_storage()
+    with storage.stream_write(tmp_path / "file") as stream:
+        stream.write(b"one")
+        stream.write(b" and two")
+    assert flushed == [11] * durable
+    assert (tmp_path / "file").read_bytes() == b"one and two"
+
+
 # --- ranks ---
 
 
