@@ -210,8 +210,8 @@ class AsyncSaver:
         """That a state was larger."""
         self._last_number = 0
         """Of a checkpoint in shares, which may be under way."""
-        self._spare: deque[Memory] = deque()
-        """The longest unused first: files that alternate find memory of their size."""
+        self._spare: list[Memory] = []
+        """What no save has."""
         if memory_bytes > 0:
             for _ in range(in_flight):
                 self._spare.append(Memory(max_bytes=staging_bytes))
@@ -331,10 +331,11 @@ class AsyncSaver:
         steps.__enter__()
         # An interrupt may come when the thread has taken it out.
         entered = [_Entered(steps, held)]
-        memory = self._spare.popleft() if self._spare else Memory(max_bytes=self._staging_bytes)
+        memory: Memory | None = None
         saving: Saving | None = None
         try:
             agree(steps)
+            memory = self._take_memory(steps.progress.total_bytes)
             in_place = steps.snapshot(memory, later=held)
             saving = Saving(
                 steps.path,
@@ -358,8 +359,8 @@ class AsyncSaver:
                 give_up(saving.staged, RuntimeError(why))
             with contextlib.suppress(IndexError):
                 entered.pop()
-                if self._updates.savings is before:
-                    self._spare.appendleft(memory)
+                if memory is not None and self._updates.savings is before:
+                    self._spare.append(memory)
                 elif self._under_way and self._under_way[-1].memory is memory:
                     self._under_way.pop()
                 self._updates.savings = before
@@ -379,6 +380,18 @@ class AsyncSaver:
             format_size(self._staging_bytes),
             "the next step waits" if in_place.is_held else "save waits",
         )
+
+    def _take_memory(self, size: int) -> Memory:
+        """Return that of a copy of so many bytes: the smallest that has room, or the largest.
+
+        So files that take turns do not all come to have memory for the largest of them.
+        """
+        if not self._spare:
+            return Memory(max_bytes=self._staging_bytes)
+        fits = [each for each in self._spare if each.size >= size]
+        found = min(fits or self._spare, key=lambda each: each.size if fits else -each.size)
+        self._spare.remove(found)
+        return found
 
     def _make_room(self, peers: Peers) -> None:
         """Return when another save may begin."""

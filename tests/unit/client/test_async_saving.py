@@ -125,14 +125,17 @@ def test_several_are_under_way(tmp_path: Path, held: Callable[[], None]) -> None
 
 
 def test_files_that_alternate_find_their_memory(tmp_path: Path) -> None:
+    """Also where one comes between."""
     with AsyncSaver(in_flight=9) as saver:
         sizes = []
         for _ in range(3):
             saver.save({"large": torch.ones(10**6)}, tmp_path / "large.pt")
             saver.save({"small": torch.ones(10)}, tmp_path / "small.pt")
             saver.wait()
-            sizes.append([each.size for each in saver._spare])
-    assert sizes == [[4_000_000, 64]] * 3
+            saver.save({"small": torch.ones(9)}, tmp_path / "between.pt")
+            saver.wait()
+            sizes.append(sorted(each.size for each in saver._spare))
+    assert sizes == [[64, 4_000_000]] * 3
 
 
 def test_of_several_one_fails(
