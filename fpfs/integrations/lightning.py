@@ -96,8 +96,8 @@ class FpfsCheckpointIO:
     ) -> None:
         """Save `checkpoint` to `path`, whole or not at all; its folder is made.
 
-        Raises what the save before has failed of, when this one has begun or is done, and what
-        `fpfs.save` raises; TypeError of `storage_options`.
+        Raises what the save before has failed of, when this one has begun or is done, but for the
+        last one of a SLURM job, and what `fpfs.save` raises; TypeError of `storage_options`.
         """
         if storage_options is not None:
             raise TypeError("FpfsCheckpointIO has no storage_options: leave them out")
@@ -119,7 +119,8 @@ class FpfsCheckpointIO:
         else:
             save(checkpoint, name, group=ALONE, durable=True)
         self._count(os.path.abspath(name), checkpoint.get("global_step"))
-        if failed is not None:
+        # The log has said it; a job whose last checkpoint is durable is to be queued again.
+        if failed is not None and not _is_last_of_job(name):
             raise failed
 
     def _count(self, name: str, step: Any) -> None:
