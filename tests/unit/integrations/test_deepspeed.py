@@ -254,7 +254,7 @@ def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_call(
     ranks = forks.start(2, fail, tmp_path, how, call).values()
     named = ["global_step1", "global_step3"][: 1 if call == "destroy" else 2]
     assert [each[2:] for each in ranks] == [named] * 2
-    assert [each[1] for each in ranks] == ["False", str(how == "device")]
+    assert ranks[1][1] == str(how == "device"), "its log says it before"
     if how == "device":
         optimizer = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         cause = (
