@@ -234,6 +234,35 @@ def test_close_reports_what_nothing_else_did(tmp_path: Path) -> None:
         assert_same((mount.root / "file").read_bytes(), OLD)
 
 
+def test_what_cannot_be_kept_takes_no_other_along(tmp_path: Path) -> None:
+    """It replaces nothing by a rename, and what is removed behind it comes back."""
+    with faulty_mount(tmp_path) as (mount, devices):
+        back = "old was removed after something was saved that is lost: it is back"
+        expect_logs(mount, AVOIDED, STAGED, NOT_KEPT, back, "rename of .* failed: .Errno 5.")
+        for name in ("good", "old", "new"):
+            (mount.root / name).write_bytes(OLD)
+        mount.flush()
+        fd = os.open(mount.root / "new", os.O_RDWR)
+        devices.fail(1)
+        os.pwrite(fd, b"new", MEBIBYTE + 100)
+        os.pwrite(fd, b"new", 100)
+        with contextlib.suppress(OSError):  # told here where the background has met it already
+            os.close(fd)
+        assert len(mount.flush().failures) == 1
+        with pytest.raises(OSError, match="Input/output error"):
+            (mount.root / "new").rename(mount.root / "good")
+        (mount.root / "old").unlink()
+        write_durably(mount.root / "other", NEW)
+        assert sorted(os.listdir(mount.root)) == ["good", "new", "other"]
+        unmount_with_losses(mount)
+        devices.repair(1)
+        mount.mount()
+        assert sorted(os.listdir(mount.root)) == ["good", "new", "old", "other"]
+        for name in ("good", "old", "new"):
+            assert_same((mount.root / name).read_bytes(), OLD)
+        assert_same((mount.root / "other").read_bytes(), NEW)
+
+
 def test_waiting_for_a_version_that_cannot_be_kept(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
         expect_logs(mount, AVOIDED, STAGED, NOT_KEPT)
