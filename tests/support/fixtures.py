@@ -80,7 +80,9 @@ def run_example(request: pytest.FixtureRequest, forks: Worlds) -> Example:
     def fork(name: str, folder: Path, *, ranks: int = 0) -> str:
         path = REPOSITORY / "examples" / name
         values = forks.start(max(ranks, 1), be_program, path, ranks > 0, folder).values()
-        assert not any(values[1:])
+        # Packages that are imported may log there, as DeepSpeed does.
+        others = [line for each in values[1:] for line in each.splitlines()]
+        assert all(line.startswith("[") for line in others), others
         return str(values[0])
 
     def launch(name: str, folder: Path, *, ranks: int = 0) -> str:
