@@ -377,7 +377,8 @@ class Commands:
                 "fpfs": FpfsCheckpointIO,
             }
             self._plugin = make[plugin]()
-        checkpoint = {"pytorch-lightning_version": "2", "state_dict": self._state}
+        within_an_epoch = {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}
+        checkpoint = {"loops": {"fit_loop": within_an_epoch}, "state_dict": self._state}
         self._plugin.save_checkpoint(checkpoint, path)
 
     def wait_lightning(self) -> None:

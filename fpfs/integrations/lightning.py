@@ -79,8 +79,6 @@ class FpfsCheckpointIO:
         """Removed when the last save has succeeded."""
         self._saved: dict[str, tuple[Any, int]] = {}
         """Of which step each file is, and how often it was saved at that."""
-        self._has_ended = False
-        """Whether a run has: nobody would wait for what is saved beside anything now."""
         self._removing = threading.RLock()
         for base in BASES:
             module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
@@ -112,8 +110,8 @@ class FpfsCheckpointIO:
             failed = error.with_traceback(None)
         os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
         # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
-        has_an_end = "pytorch-lightning_version" in checkpoint and not _is_last_of_job(name)
-        if self._asynchronous and has_an_end and not self._has_ended:
+        has_an_end = _is_within_run(checkpoint) and not _is_last_of_job(name)
+        if self._asynchronous and has_an_end:
             self._saving = self._opened().save(checkpoint, name)
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
@@ -176,8 +174,7 @@ class FpfsCheckpointIO:
             self._saving = None
 
     def teardown(self) -> None:
-        """Lightning's run ends: wait, and give the memory back."""
-        self._has_ended = True
+        """Lightning's run ends: wait, and give the memory back; the next save takes it again."""
         try:
             self.wait()
         finally:
@@ -215,6 +212,15 @@ class FpfsCheckpointIO:
             for name in self._obsolete:
                 logger.warning("%s stays, since the checkpoint after it was not saved", name)
             self._obsolete = []
+
+
+def _is_within_run(checkpoint: dict[str, Any]) -> bool:
+    """Whether a Trainer is within an epoch, as its loops say: it ends the run later."""
+    try:
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return bool(epochs["completed"] < epochs["ready"])
+    except (KeyError, TypeError):
+        return False
 
 
 def _is_last_of_job(name: str) -> bool:

@@ -263,7 +263,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             return
         trainer, args = self._trainer, self._trainer.args
         name = f"checkpoint-{trainer.state.global_step}"
-        output = os.path.abspath(args.output_dir)
+        output, best = os.path.abspath(args.output_dir), trainer.state.best_model_checkpoint
         folder = os.path.join(output, UNFINISHED + name)
         trainer.store_flos()  # of all ranks
 
@@ -303,7 +303,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
                 folder,
                 name,
                 limit=args.save_total_limit,
-                best=trainer.state.best_model_checkpoint,
+                best=best and os.path.abspath(best),
             )
             self._saving.durable.add_done_callback(finish)
 

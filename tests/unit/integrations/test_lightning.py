@@ -24,12 +24,14 @@ from fpfs.integrations.lightning import FpfsCheckpointIO
 from tests.support.failures.calls import full
 from tests.support.states import flushed_files
 
-TRAINER_KEY = "pytorch-lightning_version"
+WITHIN = {"fit_loop": {"epoch_progress": {"current": {"ready": 2, "completed": 1}}}}
+"""What the loops of a Trainer are in its second epoch."""
+BEHIND = {"fit_loop": {"epoch_progress": {"current": {"ready": 2, "completed": 2}}}}
 
 
 def checkpoint(seed: int) -> dict[str, Any]:
     weight = torch.randn(700, 501, generator=torch.Generator().manual_seed(seed))
-    return {TRAINER_KEY: "2.6", "epoch": seed, "state_dict": {"weight": weight}}
+    return {"epoch": seed, "state_dict": {"weight": weight}, "loops": WITHIN}
 
 
 def assert_is(loaded: dict[str, Any], seed: int) -> None:
@@ -202,19 +204,18 @@ def test_a_save_that_does_not_end_is_named(tmp_path: Path, held: Held) -> None:
 
 
 def test_a_run_after_the_end_of_another(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
-    """What nobody would wait for is durable when the call returns."""
-    plugin.save_checkpoint(checkpoint(1), tmp_path / "first.ckpt")
-    saving = plugin._saving
-    plugin.teardown()
-    assert saving is not None
-    assert saving.durable.result(0).durable
+    """What is saved behind an end, for which nobody waits, is durable when the call returns."""
     for seed in (1, 2):
-        with flushed_files() as flushed:
-            plugin.save_checkpoint(checkpoint(seed), tmp_path / "last.ckpt")
-        assert flushed == ["last.ckpt"]
-        assert_is(torch.load(tmp_path / "last.ckpt"), seed)
+        plugin.save_checkpoint(checkpoint(seed), tmp_path / "last.ckpt")
+        saving = plugin._saving
         plugin.teardown()
+        assert saving is not None
+        assert saving.durable.result(0).durable
         assert_is(torch.load(tmp_path / "last.ckpt"), seed)
+        with flushed_files() as flushed:
+            plugin.save_checkpoint(checkpoint(seed) | {"loops": BEHIND}, tmp_path / "behind.ckpt")
+        assert flushed == ["behind.ckpt"]
+        assert_is(torch.load(tmp_path / "behind.ckpt"), seed)
 
 
 def test_a_file_that_two_have_saved(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
@@ -255,9 +256,9 @@ def test_a_save_after_one_that_failed_is_made(
 @pytest.mark.parametrize(
     ("key", "name", "asynchronous"),
     [
-        (TRAINER_KEY, "a.ckpt", False),
+        ("loops", "a.ckpt", False),
         ("of Fabric", "a.ckpt", True),
-        (TRAINER_KEY, "hpc_ckpt_1.ckpt", True),
+        ("loops", "hpc_ckpt_1.ckpt", True),
     ],
 )
 def test_what_nobody_waits_for_is_there_at_once(
@@ -271,7 +272,7 @@ def test_what_nobody_waits_for_is_there_at_once(
     monkeypatch.setattr(async_saving.AsyncSaver, "save", never)
     plugin = FpfsCheckpointIO(asynchronous=asynchronous)
     with flushed_files() as flushed:
-        plugin.save_checkpoint({key: 1, "weight": torch.ones(5)}, tmp_path / name)
+        plugin.save_checkpoint({key: WITHIN, "weight": torch.ones(5)}, tmp_path / name)
     assert flushed == [name]
     assert torch.equal(torch.load(tmp_path / name)["weight"], torch.ones(5))
 
@@ -368,7 +369,7 @@ def test_a_forked_process_has_its_own(plugin: FpfsCheckpointIO, tmp_path: Path, 
     plugin.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
     plugin.remove_checkpoint(former)
 
-    of_child = {TRAINER_KEY: "2.6", "weight": torch.ones(5)}  # no work for threads, which it lacks
+    of_child = {"loops": WITHIN, "weight": torch.ones(5)}  # no work for threads, which it lacks
 
     def child() -> None:
         held.may_go_on.set()
