@@ -195,12 +195,14 @@ def test_what_does_not_fit_on_the_others_is_refused_before_anything_changes(
         assert held > 20 * MEBIBYTE
         done = run_fpfs("device", "drain", mount.root, "1", module=CTL)
         assert done.returncode == 1
-        # 8 MiB are never given away.
-        assert re.search(
-            r"device 1 holds [\d.]+ MiB, and the others have room for 1[12]\.\d MiB.*"
+        found = re.search(
+            r"device 1 holds [\d.]+ MiB, and the others have room for ([\d.]+) MiB.*"
             r"add a device with fpfs-ctl device add, or remove files, first",
             done.stderr,
         )
+        assert found is not None, done.stderr
+        # 8 MiB are never given away. Filesystem and server may give some back since it was filled.
+        assert 11 <= float(found[1]) < held / MEBIBYTE
         assert done.stderr.count("\n") == 1
         device = state(mount, 1)
         assert (device["state"], device["has_catalog"]) == ("ok", True)
