@@ -220,10 +220,10 @@ def fail(folder: str, how: str, call: str) -> list[str]:
     train(engine, steps=1)
     engine.save_checkpoint(folder, client_state=client_state)
     train(engine, steps=1)
-    writing.write_pieces = transfers.write_pieces
     said = []
     if how == "device" and is_rank_1:
         wait_until(lambda: bool(logged))
+    writing.write_pieces = transfers.write_pieces
     said_before = "No space left" in str(logged)
     calls = {
         "save": lambda: engine.save_checkpoint(folder),
