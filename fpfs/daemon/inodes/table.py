@@ -16,6 +16,7 @@ Concurrency: trio thread only. Methods that are not coroutines are atomic for ot
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import stat
 from typing import TYPE_CHECKING
@@ -60,6 +61,16 @@ log = logging.getLogger(__name__)
 _layout_decoder = msgspec.msgpack.Decoder(Layout)
 
 
+class Pages(enum.Enum):
+    """What the kernel's page cache may have of a file."""
+
+    NONE = "none"
+    CURRENT = "current"
+    """Pages that show the content as it is."""
+    FORMER = "former"
+    """Pages that may show what the content was."""
+
+
 class Inode:
     """One inode: stored attributes, and counts of who refers to it."""
 
@@ -68,10 +79,8 @@ class Inode:
         "ack",
         "allocated_bytes",
         "atime_ns",
-        "cached_generation",
         "ctime_ns",
         "deferred_unlinks",
-        "generation",
         "gid",
         "handles",
         "has_xattrs",
@@ -83,6 +92,7 @@ class Inode:
         "mode",
         "mtime_ns",
         "nlink",
+        "pages",
         "parent",
         "pending",
         "rdev",
@@ -125,10 +135,8 @@ class Inode:
         self.users = 0
         self.pending = 0
         """Commits of this inode that are queued or under way."""
-        self.generation = 0
-        """Changes whenever the content may have changed."""
-        self.cached_generation = -1
-        """Generation of the content that the kernel's page cache may hold."""
+        self.pages = Pages.FORMER
+        """What the kernel may have of it."""
         self.killed_by = 0
         """The signal that ended the writer of the last content that is not committed, or 0."""
         self.stale = False
@@ -222,6 +230,9 @@ class InodeTable:
             if not 0 <= row.mode < MODE_END:
                 raise DamagedData(f"inode {row.ino} has the mode {row.mode}: run fpfs fsck")
             inode = self._inodes[row.ino] = Inode(row)
+            if self.lookups_known:
+                # It has pages only of an inode that it refers to.
+                inode.pages = Pages.NONE
         return inode
 
     async def get(self, ino: int) -> Inode:

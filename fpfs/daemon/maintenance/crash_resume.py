@@ -95,6 +95,7 @@ class TakeOver:
     async def run(self, *, with_handles: bool) -> Taken:
         """Take everything over. Without the kernel's handles what was open counts as closed."""
         if with_handles:
+            self._inodes.lookups_known = False
             await self._requests.take_over()
         else:
             await self._requests.start_over()
@@ -234,7 +235,6 @@ class TakeOver:
 
     async def _keep_referenced(self, unnamed: frozenset[int]) -> None:
         """Hold inodes without a name until the kernel forgets them: it may refer to any of them."""
-        self._inodes.lookups_known = False
         for ino in unnamed:
             inode = await self._inodes.get(ino)
             inode.lookups = LOOKUPS_UNKNOWN

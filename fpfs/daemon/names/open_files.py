@@ -21,6 +21,7 @@ from fpfs.core.limits import FILE_BYTES_MAX
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.commit.quarantine import ABANDONED
 from fpfs.daemon.inodes.replay_log import RESENT
+from fpfs.daemon.inodes.table import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -116,7 +117,7 @@ class Files:
         except BaseException:
             self.release(handle)
             raise
-        return Opened(handle, self._keep_cache(inode, writable=writable))
+        return Opened(handle, self._keep_cache(inode, flags=flags))
 
     async def _begin(self, inode: Inode, *, flags: int, writable: bool) -> None:
         """Let a version begin, and empty the file if the flags say so.
@@ -188,15 +189,21 @@ class Files:
             inode.writers += 1
             self.writers += 1
 
-    def _keep_cache(self, inode: Inode, *, writable: bool) -> bool:
-        """Whether pages that the kernel kept from an earlier open show the content as it is."""
-        if writable:
-            inode.generation += 1
+    def _keep_cache(self, inode: Inode, *, flags: int) -> bool:
+        """Whether the kernel is to keep the pages that it has, for this open.
+
+        It drops them when the answer has reached who opens: of two that open at once one could drop
+        what the other has read already. So a reader has it drop them only if it must.
+        """
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            is_alone = inode.handles == 1 and flags & os.O_ACCMODE == os.O_WRONLY
+            inode.pages = Pages.NONE if is_alone else Pages.FORMER
             return False
         if inode.writers:
+            inode.pages = Pages.FORMER  # it may map the file
             return False
-        keep = inode.cached_generation == inode.generation
-        inode.cached_generation = inode.generation
+        keep = inode.pages is not Pages.FORMER
+        inode.pages = Pages.CURRENT
         return keep
 
     async def truncate(self, inode: Inode, size: int) -> None:
@@ -224,7 +231,8 @@ class Files:
         """Truncate between drains and not during one."""
         async with inode.lock:
             await self._engine.truncate(inode.ino, size)
-            inode.generation += 1
+            if inode.pages is Pages.CURRENT:
+                inode.pages = Pages.FORMER
         if size == 0 and await self._versions.gives_up_at_once(inode):
             await self._commit.give_up_replaced(inode)
 
@@ -283,7 +291,6 @@ class Files:
         if writable:
             inode.writers -= 1
             self.writers -= 1
-            inode.generation += 1
             # What has neither name nor handle is about to be deleted.
             is_kept = inode.nlink or inode.handles
             if inode.writers == 0 and is_kept:

@@ -52,7 +52,7 @@ async def in_memory(mount: Rig) -> dict[str, tuple[object, ...]]:
         slots = [
             getattr(inode, name)
             for name in inode.__slots__
-            if name not in ("_lock", "lookups", "generation", "cached_generation")
+            if name not in ("_lock", "lookups", "pages")
         ]
         found[path] = (*slots, told)
     counts = mount.inodes.count, mount.namespace.files.writers, mount.namespace.files.open_count

@@ -247,27 +247,6 @@ async def test_privileges_dropped_by_a_write_can_be_given_again(tmp_path: Path) 
 
 
 @trio.testing.trio_test
-async def test_pages_are_kept_from_open_to_open_while_nothing_changes(tmp_path: Path) -> None:
-    async with rig(tmp_path) as mount:
-        await mount.write_file("file", b"content")
-        inode = await mount.resolve("file")
-
-        async def keeps() -> bool:
-            opened = await mount.namespace.files.open(inode, flags=os.O_RDONLY)
-            mount.namespace.files.release(opened.handle)
-            return opened.keep_cache
-
-        assert [await keeps(), await keeps(), await keeps()] == [False, True, True]
-        writer = await mount.open("file")
-        assert not await keeps()
-        # Pages that were read while somebody wrote are not to be trusted.
-        mount.namespace.files.release(writer)
-        assert [await keeps(), await keeps()] == [False, True]
-        await mount.namespace.files.truncate(inode, 3)
-        assert [await keeps(), await keeps()] == [False, True]
-
-
-@trio.testing.trio_test
 async def test_objects_of_a_version_that_was_never_committed_are_removed_with_the_file(
     tmp_path: Path,
 ) -> None:

@@ -513,19 +513,49 @@ async def test_the_page_cache_is_kept_until_the_content_may_have_changed(tmp_pat
     async with rig(tmp_path) as mount:
         await mount.write_file("file", b"content")
         inode = await mount.resolve("file")
+        files = mount.namespace.files
 
-        async def keeps() -> bool:
-            opened = await mount.namespace.files.open(inode, flags=os.O_RDONLY)
-            mount.namespace.files.release(opened.handle)
+        async def keeps(flags: int = os.O_RDONLY) -> bool:
+            opened = await files.open(inode, flags=flags)
+            files.release(opened.handle)
             return opened.keep_cache
 
-        assert [await keeps(), await keeps(), await keeps()] == [False, True, True]
+        # What it drops may be what another one has just read: it has none of a new content.
+        assert [await keeps(), await keeps(), await keeps()] == [True, True, True]
+        assert not await keeps(os.O_WRONLY)  # drops all
+        assert [await keeps(), await keeps()] == [True, True]
+        # Pages that were read while somebody wrote are not to be trusted.
         writer = await mount.open("file")
         assert not await keeps()
-        mount.namespace.files.release(writer)
+        files.release(writer)
+        assert [await keeps(), await keeps()] == [False, True]
+        reader = (await files.open(inode, flags=os.O_RDONLY)).handle
+        assert not await keeps(os.O_WRONLY)
+        files.release(reader)
+        assert [await keeps(), await keeps()] == [False, True]
+        # Who may read by its own handle may map it, and another one writes.
+        assert not await keeps(os.O_RDWR)
         assert [await keeps(), await keeps()] == [False, True]
         await mount.namespace.set_attributes(inode.ino, Changes(), size=3, caller=SUPERUSER)
         assert [await keeps(), await keeps()] == [False, True]
+
+
+@trio.testing.trio_test
+async def test_pages_of_a_mount_that_another_server_had_are_not_kept(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("file", b"content")
+        await mount.commit.flush_all()
+        former = await mount.resolve("file")
+        mount.namespace.forget(former.ino, former.lookups)
+        assert mount.inodes.cached(former.ino) is None
+        mount.inodes.lookups_known = False
+        inode = await mount.resolve("file")
+        kept = []
+        for _ in range(2):
+            opened = await mount.namespace.files.open(inode, flags=os.O_RDONLY)
+            mount.namespace.files.release(opened.handle)
+            kept.append(opened.keep_cache)
+        assert kept == [False, True]
 
 
 @trio.testing.trio_test
