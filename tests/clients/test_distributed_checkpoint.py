@@ -22,6 +22,7 @@ from tests.support.failures.crash import crash_and_mount
 from tests.support.fixtures import Example
 from tests.support.ranks import World, Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
+from tests.support.servers import assert_read, reads_of
 from tests.support.target import Target
 from tests.support.waiting import wait_until
 
@@ -296,11 +297,9 @@ def test_what_all_ranks_load_is_read_once(own: Mount, forks: Worlds) -> None:
     folder = own.root / "replicas"
     dcp.save(replicas(), storage_writer=Writer(folder), no_dist=True)
     own.remount()
-    before = sum(device.bytes_read for device in own.status().devices)
+    before = reads_of(own)
     assert forks.start(3, load_replicas, folder).values() == [True] * 3
-    after = sum(device.bytes_read for device in own.status().devices)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert (after - before) / size == pytest.approx(1, rel=0.2)
+    assert_read(own, before, sum(path.stat().st_size for path in folder.iterdir()))
 
 
 def test_the_example(directory: Path, run_example: Example) -> None:

@@ -1,4 +1,4 @@
-"""Servers that are ended, and waiting until they are gone."""
+"""Servers: ending them, waiting until they are gone, and what they have read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import select
 import signal
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
+
+from fpfs.core.engine import BLOCK_BYTES
 from fpfs.testing.mounted import Mount
 
 EXIT_TIMEOUT_S = 60
@@ -63,3 +67,32 @@ def wait_for_exit(pid: int) -> None:
         assert ended, f"process {pid} does not end"
     finally:
         os.close(process_fd)
+
+
+class Reads(NamedTuple):
+    """What a server has read until now."""
+
+    requests: int
+    asked_bytes: int
+    """By the kernel."""
+    device_bytes: int
+
+
+def reads_of(mount: Mount) -> Reads:
+    """Return what a mount's server has read."""
+    status = mount.status()
+    from_devices = sum(device.bytes_read for device in status.devices)
+    return Reads(status.channel["reads"], status.channel["read_bytes"], from_devices)
+
+
+def assert_read(mount: Mount, before: Reads, size: int, *, times: int = 1) -> None:
+    """Since `before` the kernel has asked for `size` bytes so many times, and has no more read.
+
+    The devices read whole blocks: of each request two are not full at most. How many requests there
+    are is the kernel's: threads that read one place at once may share its pages among them.
+    """
+    now = reads_of(mount)
+    asked = now.asked_bytes - before.asked_bytes
+    assert asked / size == pytest.approx(times, rel=0.05)
+    partial = 2 * BLOCK_BYTES * (now.requests - before.requests)
+    assert now.device_bytes - before.device_bytes <= asked + partial

@@ -36,7 +36,7 @@ from tests.support.failures.hostile import suspended
 from tests.support.processes import DEADLINE_S, python_child
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
-from tests.support.servers import kill, stop
+from tests.support.servers import assert_read, kill, reads_of, stop
 from tests.support.states import large_state, odd_state, same
 from tests.support.waiting import wait_until
 
@@ -136,10 +136,9 @@ def test_a_group_reads_each_byte_once(own: Mount, forks: Worlds, how: str, times
     path = own.root / "state.pt"
     torch.save({str(number): torch.full((4_000_000,), number) for number in range(4)}, path)
     own.remount()
-    before = sum(device.bytes_read for device in own.status().devices)
+    before = reads_of(own)
     assert forks.start(3, load_together, path, how).values() == [True] * 3
-    after = sum(device.bytes_read for device in own.status().devices)
-    assert (after - before) / path.stat().st_size == pytest.approx(times, rel=0.2)
+    assert_read(own, before, path.stat().st_size, times=times)
 
 
 def test_the_topology_of_any_place_on_a_mount(own: Mount) -> None:

@@ -24,7 +24,7 @@ from tests.support.failures.damage import blocks_of, flip
 from tests.support.failures.faults import MEBIBYTE, faulty_mount
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
-from tests.support.servers import kill
+from tests.support.servers import assert_read, kill, reads_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clients
@@ -171,11 +171,6 @@ def test_damaged_bytes_are_not_loaded(nodes: list[Mount], forks: Worlds) -> None
     assert forks.start(2, load_own, places).values() == [1, 1]
 
 
-def bytes_read(mount: Mount) -> int:
-    """From all devices."""
-    return sum(device.bytes_read for device in mount.status().devices)
-
-
 def load_there(seen: list[list[str]]) -> int:
     """As a rank that sees some directories."""
     return step_of(client.load_shares(seen[dist.get_rank()]))
@@ -195,10 +190,9 @@ def test_each_byte_is_read_from_a_device_once(
         forks.start(4, save_once, places, 5, 2_000_001).values()
         for mount in nodes:
             mount.remount()
-        before = list(map(bytes_read, nodes))
+        before = list(map(reads_of, nodes))
         own = [[places[number] for number in each] or [str(tmp_path)] for each in seen]
         assert forks.start(len(seen), load_there, own).values() == [5] * len(seen)
         for mount, place, already in zip(nodes, places, before, strict=True):
             total = sum(path.stat().st_size for path in Path(place).iterdir())
-            taken = bytes_read(mount) - already
-            assert taken / total == pytest.approx(1, rel=0.2)
+            assert_read(mount, already, total)
