@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from tests.support.failures.crash import crash_and_mount
+from tests.support.servers import kill
 
 pytestmark = pytest.mark.usefixtures("mount")  # only fpfs has policies
 
@@ -48,6 +50,17 @@ def test_a_policy_is_inherited_and_lasts(mount: Mount) -> None:
     assert policy("get", mount.root / "moved" / "step")["versions"] == ("5", "/moved")
     assert policy("unset", mount.root / "moved", "versions")["versions"] == ("3", "/")
     assert policy("unset", mount.root, "versions", "replace")["versions"] == ("0", "")
+
+
+def test_a_policy_survives_servers_and_crashes() -> None:
+    with mounted() as fresh:
+        fresh.expect_log("died .signal 9.: starting another")
+        (fresh.root / "run").mkdir()
+        for number, happens in enumerate((kill, crash_and_mount)):
+            expected = (str(number), "/run")
+            assert policy("set", fresh.root / "run", f"versions={number}")["versions"] == expected
+            happens(fresh)
+            assert policy("get", fresh.root / "run")["versions"] == expected
 
 
 def test_the_table_says_where_a_setting_comes_from(directory: Path) -> None:

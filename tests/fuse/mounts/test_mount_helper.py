@@ -166,10 +166,15 @@ def test_options_that_every_filesystem_takes(tmp_path: Path, how: str, options: 
     assert done.returncode == 0, done.stderr
     try:
         assert shown_options(mountpoint) & SHOWN == set(options) & SHOWN
-        if "ro" not in options:
-            (mountpoint / "file").write_text("content")
-            (mountpoint / "link").symlink_to("file")
-            outcome = errno_of((mountpoint / "link").read_text)
-            assert outcome == ("ELOOP" if "nosymfollow" in options else "OK")
+        program = mountpoint / "program"
+        if "ro" in options:
+            assert errno_of(program.touch) == "EROFS"
+            return
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        assert errno_of(run, program) == ("EACCES" if "noexec" in options else "OK")
+        (mountpoint / "link").symlink_to("program")
+        outcome = errno_of((mountpoint / "link").read_text)
+        assert outcome == ("ELOOP" if "nosymfollow" in options else "OK")
     finally:
         assert run(sys.executable, "-m", "fpfs.cli.main", "umount", mountpoint).returncode == 0

@@ -360,6 +360,22 @@ def test_only_the_owner_that_wrote_commits_by_closing() -> None:
         assert commits(opened) > before
 
 
+def test_a_duplicate_that_is_closed_makes_current_what_is_there() -> None:
+    """With ack=close; what its process writes after that is for the next close."""
+    with mounted(options=["ack=close"]) as opened:
+        path = opened.root / "file"
+        content = random_bytes(SIZE, seed=1)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.write(fd, content)
+        before = commits(opened)
+        os.close(os.dup(fd))
+        assert commits(opened) > before
+        os.write(fd, content)
+        crash_and_mount(opened)
+        close_dead(fd)
+        assert_same(path.read_bytes()[:SIZE], content)
+
+
 def test_durable_acknowledges_each_write_when_durable() -> None:
     with mounted(options=["ack=durable"]) as opened:
         path = opened.root / "file"
@@ -372,3 +388,37 @@ def test_durable_acknowledges_each_write_when_durable() -> None:
         crash_and_mount(opened)
         close_dead(fd)
         assert_same(path.read_bytes(), expected)
+
+
+def test_durable_acknowledges_copies_and_allocations_when_durable() -> None:
+    with mounted(options=["ack=durable"]) as opened:
+        content = random_bytes(SIZE, seed=1)
+        (opened.root / "source").write_bytes(content)
+        source = os.open(opened.root / "source", os.O_RDONLY)
+        fds = {
+            name: os.open(opened.root / name, os.O_WRONLY | os.O_CREAT)
+            for name in ("copied", "allocated")
+        }
+        before = commits(opened)
+        copy(source, fds["copied"])
+        assert (copied := commits(opened)) > before
+        os.posix_fallocate(fds["allocated"], 0, SIZE)
+        assert commits(opened) > copied
+        crash_and_mount(opened)
+        for fd in (source, *fds.values()):
+            close_dead(fd)
+        assert_same((opened.root / "copied").read_bytes(), content)
+        assert_same((opened.root / "allocated").read_bytes(), bytes(SIZE))
+
+
+def test_a_mount_with_sync_answers_when_durable() -> None:
+    """Writes, as with O_SYNC, and names."""
+    with mounted(options=["sync"]) as opened:
+        content = random_bytes(100_003, seed=1)
+        fd = os.open(opened.root / "file", os.O_WRONLY | os.O_CREAT)
+        before = commits(opened)
+        os.write(fd, content)
+        assert commits(opened) > before
+        crash_and_mount(opened)
+        close_dead(fd)
+        assert_same((opened.root / "file").read_bytes(), content)
