@@ -128,6 +128,32 @@ def test_new_writes_go_to_the_device_that_lives(
     assert (mount.root / "small").read_bytes() == b"small"
 
 
+def test_what_is_staged_for_a_device_that_breaks_goes_to_another(
+    breakable: tuple[Mount, FaultyDevices, Break],
+) -> None:
+    """Half a chunk each of two files, of which one begins on the device that breaks."""
+    mount, devices, break_device = breakable
+    half = MEBIBYTE // 2
+    paths = [mount.root / "one", mount.root / "two"]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb", buffering=0)) for path in paths]
+        for file in files:
+            file.write(NEW[:half])
+        assert [device.bytes_written for device in mount.status().devices] == [0, 0]
+        break_device(devices, 1)
+        for file in files:
+            file.write(NEW[half:])
+            os.fsync(file.fileno())
+    for path in paths:
+        assert_same(path.read_bytes(), NEW)
+    assert "failed" in mount.status().devices[1].error
+    mount.unmount()
+    devices.repair(1)
+    mount.mount()
+    for path in paths:
+        assert_same(path.read_bytes(), NEW)
+
+
 def test_what_lies_on_a_dead_device_is_eio_and_never_wrong(tmp_path: Path) -> None:
     with faulty_mount(tmp_path) as (mount, devices):
         mount.allow_log(f"{OUT_OF_SERVICE}|{REMADE}|{UNREADABLE}")
