@@ -32,7 +32,7 @@ from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
 from tests.crash.kill import Team, kill_again_and_again
 from tests.support.processes import expect_line, python_child, tell
 from tests.support.seeds import IS_LONG, chosen_seed
-from tests.support.servers import EXIT_TIMEOUT_S, kill, stop, wait_for_exit
+from tests.support.servers import EXIT_TIMEOUT_S, kill, stop, wait_collected, wait_for_exit
 from tests.support.waiting import inodes_used, wait_until
 
 KILLS = 15 if IS_LONG else 6
@@ -373,6 +373,7 @@ def test_nothing_is_left_of_servers_that_died(mount: Mount) -> None:
             stream.write(os.urandom(5_000_000))
         (mount.root / "again").write_bytes(os.urandom(3_000_000))
     contents = {path.name: path.read_bytes() for path in mount.root.iterdir()}
+    wait_collected(mount)
     mount.unmount()
     there, used = set(), 0
     for number, device in enumerate(mount.devices):

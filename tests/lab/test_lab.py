@@ -44,7 +44,8 @@ def attached_images() -> dict[str, str]:
         check=True,
     ).stdout
     devices = json.loads(listing)["loopdevices"] if listing else []
-    return {device["back-file"]: device["name"] for device in devices}
+    # One that others detach meanwhile has none.
+    return {each["back-file"]: each["name"] for each in devices if each["back-file"]}
 
 
 def kernel_limits(made: lab.Lab, device_number: str) -> set[str]:

@@ -35,7 +35,8 @@ def free_port() -> int:
 
     Processes that run tests at the same time begin at different ones.
     """
-    first = 12_000 + 400 * (os.getpid() % 48)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = 12_000 + 400 * (worker % 48)
     for port in range(first, first + 400):
         with (
             contextlib.suppress(OSError),
@@ -91,7 +92,7 @@ def test_the_figures_of_a_save() -> None:
         before = scrape(port)
         assert before["fpfs_device_up", "0"] == before["fpfs_device_up", "1"] == 1
         content = os.urandom(SIZE)
-        with open(mount.root / "file", "wb") as stream:
+        with open(mount.root / "file.pt", "wb") as stream:
             stream.write(content)
             stream.flush()
             written = scrape_until(port, lambda found: found["fpfs_files_written", ""] == 1)
@@ -105,7 +106,7 @@ def test_the_figures_of_a_save() -> None:
             assert synced["fpfs_ack_to_durable_seconds_sum", ""] > 0
             assert synced["fpfs_pending_bytes", ""] == 0
             assert synced["fpfs_oldest_pending_seconds", ""] == 0
-        assert (mount.root / "file").read_bytes() == content
+        assert (mount.root / "file.pt").read_bytes() == content
         after = scrape_until(port, lambda found: found["fpfs_read_bytes_total", ""] >= SIZE)
         assert after["fpfs_written_bytes_total", ""] == SIZE
         assert after["fpfs_write_to_ack_seconds_count", ""] == after["fpfs_writes_total", ""]

@@ -182,14 +182,13 @@ def test_an_interrupted_save_is_written_as_far_as_it_was_seen(
     assert spans_of(found, "request")
 
 
-def test_a_command_that_is_killed_costs_nothing_for_long(shared: Mount, tmp_path: Path) -> None:
+def test_a_command_that_is_killed_costs_nothing_for_long(tmp_path: Path) -> None:
     """The next one says who is in the way; the lease is tested without a mount."""
-    with tracing(shared.root / "file", tmp_path / "trace.json") as process:
+    with mounted() as mount, tracing(mount.root / "file", tmp_path / "trace.json") as process:
         process.kill()
         process.wait()
-        done = run_fpfs(*command(shared.root / "file", tmp_path / "b.json"), module="fpfs.cli.ctl")
+        done = run_fpfs(*command(mount.root / "file", tmp_path / "b.json"), module="fpfs.cli.ctl")
         assert BUSY in done.stderr
-    shared.flush()
 
 
 def test_a_server_that_dies_ends_the_trace(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_all_devices_fail(breakable: tuple[Mount, FaultyDevices, Break]) -> None
     mount.flush()
     fd = os.open(mount.root / "old", os.O_RDWR)
     os.pwrite(fd, b"staged", 100)
-    fresh = os.open(mount.root / "fresh", os.O_RDWR | os.O_CREAT)
+    fresh = os.open(mount.root / "fresh.pt", os.O_RDWR | os.O_CREAT)
     os.pwrite(fresh, PIECE[:100_000], 0)
     for number in range(2):
         break_device(devices, number)

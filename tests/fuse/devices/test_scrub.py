@@ -19,6 +19,7 @@ from tests.support.contents import random_bytes
 from tests.support.failures.damage import blocks_of, flip, stored_blocks
 from tests.support.files_changing import keep_changing
 from tests.support.processes import python_child
+from tests.support.waiting import wait_until
 
 
 def scrub(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -120,6 +121,7 @@ def test_a_busy_filesystem_has_no_false_damage() -> None:
         for writer in writers:
             writer.start()
         try:
+            wait_until((mount.root / "folder0").exists)
             for _ in range(12):
                 assert found(mount.root) == set()
                 assert found(mount.root / "folder0") == set()

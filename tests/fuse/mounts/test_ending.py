@@ -41,8 +41,10 @@ def end(mount: Mount, *signals: signal.Signals) -> None:
     """Send signals to a server and wait until it has ended."""
     pid_fd = os.pidfd_open(mount.server_pid)
     try:
-        for number in signals:
-            signal.pidfd_send_signal(pid_fd, number)
+        signal.pidfd_send_signal(pid_fd, signals[0])
+        for number in signals[1:]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended of the first one
+                signal.pidfd_send_signal(pid_fd, number)
         wait_for_exit(pid_fd)
     finally:
         os.close(pid_fd)

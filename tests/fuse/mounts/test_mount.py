@@ -123,8 +123,8 @@ def interrupted_mount(*arguments: str | Path) -> tuple[int, str]:
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as mounting:
-        while not has_server(mounting.pid):
-            assert mounting.poll() is None
+        while mounting.poll() is None and not has_server(mounting.pid):
+            pass
         mounting.send_signal(signal.SIGINT)
         _, message = mounting.communicate()
     return mounting.returncode, message

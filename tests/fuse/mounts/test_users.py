@@ -16,12 +16,14 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fpfs import _native
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY, mounted, run_fpfs
+from tests.support.refusals import with_mounts
 
 USER = "nobody"
 GROUP = "games"
@@ -91,9 +93,12 @@ class Account:
             os.chown(path, user.pw_uid, user.pw_gid)
 
     def run(
-        self, *command: str | Path, memory_lock_bytes: int | None = None
+        self,
+        *command: str | Path,
+        memory_lock_bytes: int | None = None,
+        prefix: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as the user."""
+        """Run a command as the user, which root's `prefix` begins."""
 
         def limit() -> None:
             if memory_lock_bytes is not None:
@@ -101,7 +106,7 @@ class Account:
 
         assert PYTHON is not None
         return subprocess.run(
-            ["setpriv", f"--reuid={USER}", f"--regid={self.gid}", *self.groups]
+            [*prefix, "setpriv", f"--reuid={USER}", f"--regid={self.gid}", *self.groups]
             + [str(word) for word in command],
             env={
                 "PYTHONPATH": PYTHON[1],
@@ -122,18 +127,16 @@ class Account:
         """The user's group."""
         return pwd.getpwnam(USER).pw_gid
 
-    def fpfs(
-        self, *arguments: str | Path, memory_lock_bytes: int | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def fpfs(self, *arguments: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
         """Run ``fpfs`` as the user."""
-        return self.module("fpfs.cli.main", *arguments, memory_lock_bytes=memory_lock_bytes)
+        return self.module("fpfs.cli.main", *arguments, **how)
 
     def module(
-        self, module: str, *arguments: str | Path, memory_lock_bytes: int | None = None
+        self, module: str, *arguments: str | Path, **how: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python module as the user."""
         assert PYTHON is not None
-        return self.run(PYTHON[0], "-m", module, *arguments, memory_lock_bytes=memory_lock_bytes)
+        return self.run(PYTHON[0], "-m", module, *arguments, **how)
 
     def mount(self, *options: str, memory_lock_bytes: int | None = None) -> str:
         """Mount; returns what the command said, which must have succeeded."""
@@ -162,9 +165,10 @@ def fuse_for_everybody() -> Iterator[None]:
 
 
 def test_a_fuse_device_that_cannot_be_opened(account: Account) -> None:
-    os.chmod("/dev/fuse", 0o600)
-    done = account.fpfs(*account.mount_arguments([]))
-    os.chmod("/dev/fuse", 0o666)
+    closed = account.home / "fuse"
+    closed.touch(mode=0o600)
+    prefix = with_mounts(f"mount --bind {closed} /dev/fuse")
+    done = account.fpfs(*account.mount_arguments([]), prefix=prefix)
     assert done.returncode == 1
     assert "failed to open /dev/fuse: Permission denied; load the fuse module" in done.stderr
 
