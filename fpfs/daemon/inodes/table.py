@@ -403,6 +403,8 @@ class InodeTable:
     def reverted(self, inode: Inode, row: InodeRow) -> None:
         """Follow an engine that went back to the committed content: the row is what it has."""
         inode.mode = row.mode
+        # The kernel has been told, and may not have heard yet.
+        inode.pages = Pages.FORMER
         self.refresh(inode)
 
     def removed(self, inode: Inode) -> None:

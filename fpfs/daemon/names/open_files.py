@@ -196,7 +196,9 @@ class Files:
         what the other has read already. So a reader has it drop them only if it must.
         """
         if flags & os.O_ACCMODE != os.O_RDONLY:
-            is_alone = inode.handles == 1 and flags & os.O_ACCMODE == os.O_WRONLY
+            # Who reads may map the file, and who stops to be direct writes through pages.
+            has_none = flags & (os.O_ACCMODE | os.O_DIRECT) == os.O_WRONLY
+            is_alone = inode.handles == 1 and has_none
             inode.pages = Pages.NONE if is_alone else Pages.FORMER
             return False
         if inode.writers:

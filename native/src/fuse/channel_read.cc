@@ -1,4 +1,6 @@
 // READ: answered from pages kept in memory, or when the devices have them; parked without a buffer.
+#include <fcntl.h>
+
 #include <cstring>
 #include <utility>
 
@@ -36,7 +38,11 @@ void Channel::handle_read(const FuseRequest& request) {
   const std::shared_ptr<Handle> handle = engine_.handle(in.fh);
   if (handle == nullptr) return reply(request.unique(), EBADF);
   const std::shared_ptr<File>& file = handle->file;
-  if (is_for_page(in)) handle->keep_pages();
+  if (is_for_page(in)) {
+    // posix_fadvise(2) alone asks for that. Who only writes has no pages: see Pages of the inodes.
+    if ((handle->flags & O_ACCMODE) == O_WRONLY) return reply(request.unique(), EBADF);
+    handle->keep_pages();
+  }
   const std::shared_ptr<ReadAhead> ahead = read_ahead_of(*handle);
   // (What is overwritten has to be planned anew.)
   if (ahead != nullptr && !file->is_being_overwritten()) {

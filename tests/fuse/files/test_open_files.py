@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import time
 from pathlib import Path
@@ -11,6 +13,10 @@ from tests.support.contents import assert_same, random_bytes
 from tests.support.processes import expect_line, python_child, tell
 from tests.support.shadow import ShadowFile
 from tests.support.target import Target
+from tests.support.waiting import wait_until
+
+FALLOC_FL_KEEP_SIZE = 0x01
+FALLOC_FL_ZERO_RANGE = 0x10
 
 
 def test_unlinked_but_open(directory: Path) -> None:
@@ -155,6 +161,34 @@ def test_fork_and_dup_share_the_position(directory: Path) -> None:
         tell(child)
         expect_line(child, "done")
     assert path.read_bytes() == b"parent child parent again copy"
+
+
+def test_who_only_writes_fills_no_pages(mount: Mount, directory: Path) -> None:
+    """Not by asking for it in advance: what changes then, and fails, is seen by who reads next."""
+    size = 1 << 20
+    path = directory / "file"
+    path.write_bytes(b"A" * size)
+    mount.flush()
+    path.stat()  # the next reader asks for attributes no more
+    entry = mount.entry()
+    assert entry is not None
+    minor = entry.device.partition(":")[2]
+    waiting = Path("/sys/fs/fuse/connections", minor, "waiting")
+    before = mount.status().channel["reads"]
+    fd = os.open(path, os.O_WRONLY)
+    os.posix_fadvise(fd, 0, size, os.POSIX_FADV_WILLNEED)
+    wait_until(lambda: mount.status().channel["reads"] > before)
+    wait_until(lambda: waiting.read_text() == "0\n")
+    # Zeroes what is there before it finds no room for the rest.
+    libc = ctypes.CDLL(None, use_errno=True)
+    how = FALLOC_FL_KEEP_SIZE | FALLOC_FL_ZERO_RANGE
+    assert libc.fallocate(fd, how, ctypes.c_int64(0), ctypes.c_int64(1 << 44)) == -1
+    assert ctypes.get_errno() == errno.ENOSPC
+    os.close(fd)
+    fd = os.open(path, os.O_RDONLY)
+    found = os.read(fd, 10)
+    os.close(fd)
+    assert found == bytes(10)
 
 
 def test_many_handles_on_one_file(directory: Path) -> None:
