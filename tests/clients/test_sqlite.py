@@ -18,7 +18,7 @@ ROWS_EACH = 120 if IS_LONG else 60
 WRITER = f"""
 import sqlite3, sys
 path, journal, writer = sys.argv[1], sys.argv[2], int(sys.argv[3])
-database = sqlite3.connect(path, timeout=60)
+database = sqlite3.connect(path, timeout=600)
 database.execute(f"pragma journal_mode={{journal}}")
 print("ready", flush=True)
 sys.stdin.readline()

@@ -25,11 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
-from fpfs.client import planning, snapshot
+from fpfs.client import AsyncSaver, peers, planning, snapshot
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares.saving import save_shares
 from fpfs.client.updates import Reading
 from tests.support.contents import random_bytes
+from tests.support.processes import DEADLINE_S
 
 DTYPES = tuple(
     dtype
@@ -226,6 +227,25 @@ def own_directory(root: str, nodes: int) -> str:
 def directories(root: Path, nodes: int) -> list[str]:
     """Where all nodes save."""
     return [str(root / f"node{node}" / "step7") for node in range(nodes)]
+
+
+def answer_patiently() -> None:
+    """As a rank: a short `timeout_s` is for ranks that do not come, and not for the store.
+
+    A healthy store may take as long to answer, where there is much to do.
+    """
+    store = peers.Store
+
+    def patient(*arguments: Any, **options: Any) -> Any:
+        return store(*arguments, **{**options, "timeout_s": DEADLINE_S})
+
+    peers.Store = patient  # type: ignore[assignment, misc]
+
+
+def let_go(saver: AsyncSaver) -> None:
+    """Return when its threads have let go of calls that have ended."""
+    for thread in (saver._copying, saver._writing):
+        thread.submit(int).result(60)
 
 
 def save_state(root: str, nodes: int, step: int, copies: int = 1) -> None:

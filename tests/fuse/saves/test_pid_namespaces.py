@@ -40,8 +40,9 @@ signal.signal(signal.SIGALRM, lambda *_: signals.append(1))  # without SA_RESTAR
 fd = os.open(sys.argv[1], os.O_WRONLY)
 print("open", flush=True)
 sys.stdin.readline()
-signal.setitimer(signal.ITIMER_REAL, 0.02)
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # the first may come before the write
 written = libc.write(fd, content, len(content))
+signal.setitimer(signal.ITIMER_REAL, 0)
 if written != len(content):
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 assert signals

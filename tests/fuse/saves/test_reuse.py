@@ -5,6 +5,7 @@ The devices are small XFS and ext4 filesystems of the test's own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,9 +44,10 @@ def large_objects(devices: FaultyDevices) -> dict[int, str]:
     found = {}
     for folder in (devices.folders[0] / "objects").iterdir():
         for path in folder.iterdir():
-            status = path.stat()
-            if status.st_size >= KEPT_BYTES_MIN:
-                found[status.st_ino] = path.name
+            with contextlib.suppress(FileNotFoundError):  # it has got another name meanwhile
+                status = path.stat()
+                if status.st_size >= KEPT_BYTES_MIN:
+                    found[status.st_ino] = path.name
     return found
 
 

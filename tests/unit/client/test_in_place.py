@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fpfs import client
-from fpfs.client import AsyncSaver, agreement, planning, writing
+from fpfs.client import AsyncSaver, agreement, async_saving, planning, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.shares import saving as shares_saving
@@ -77,14 +77,26 @@ def bytes_of(state: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("part", [0.0, 0.4, 1.0])
-def test_what_changes_afterwards_is_not_saved(path: Path, part: float) -> None:
+def test_what_changes_afterwards_is_not_saved(
+    path: Path, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What nobody holds is written when the call returns."""
+    returned = threading.Event()
+    flush = async_saving.Save.flush
+
+    def flush_afterwards(save: async_saving.Save) -> None:
+        assert returned.wait(60)
+        flush(save)
+
+    monkeypatch.setattr(async_saving.Save, "flush", flush_afterwards)
     before = large_state(seed=1)
     total = sum(-(-tensor.nbytes // 64) * 64 for tensor in before.values())
     with AsyncSaver(staging_bytes=int(part * total)) as saver:
         for _ in range(2):
             state = copy.deepcopy(before)
+            returned.clear()
             began = saver.save(state, path)
+            returned.set()
             assert began.staged.done() or part == 1.0
             assert (began.in_place_bytes > 0) == (part < 1.0)
             for tensor in state.values():

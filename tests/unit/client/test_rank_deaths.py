@@ -109,7 +109,9 @@ def save_and_end_first(path: str, looks_at: str) -> None:
         return transfers.write_pieces(*arguments, **options)
 
     def look(*arguments: Any, **options: Any) -> list[int]:
-        if not writes.exists():
+        # Who looks at processes may have none of them yet.
+        has_them = looks_at == "memory" or arguments[0]._pidfds
+        if not (has_them and writes.exists()):
             return looked(*arguments, **options)
         looking.touch()
         ended = os.pidfd_open(pids[0])

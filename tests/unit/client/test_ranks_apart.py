@@ -21,7 +21,13 @@ from fpfs.client import store as stores
 from fpfs.client.shares import reading
 from tests.support.failures.calls import Slow
 from tests.support.ranks import Worlds
-from tests.support.states import FORMER, is_as_before, large_state, own_directory
+from tests.support.states import (
+    FORMER,
+    answer_patiently,
+    is_as_before,
+    large_state,
+    own_directory,
+)
 
 LONG_S = 1000.0
 """A timeout that a test does not live to see."""
@@ -70,7 +76,8 @@ def save_in_groups(path: str) -> str:
     """As a rank: save; rank 1 takes another group than the others."""
     part = dist.new_group([0, 1])
     group = part if dist.get_rank() == 1 else None
-    return said_of(lambda: client.save(large_state(seed=1), path, group=group, timeout_s=4.0))
+    limit_s = LONG_S if dist.get_rank() == 2 else 4.0  # rank 0 gives up for it
+    return said_of(lambda: client.save(large_state(seed=1), path, group=group, timeout_s=limit_s))
 
 
 def test_ranks_that_take_unlike_groups(forks: Worlds, path: Path) -> None:
@@ -118,6 +125,15 @@ def give_up_on_rank_0(path: str) -> str:
 
         sound = writing.write_pieces
         writing.write_pieces = write  # type: ignore[assignment]
+    else:
+        exchange = peers.Ranks.exchange
+
+        def exchange_impatiently(self: peers.Ranks, step: str, *arguments: Any, **of: Any) -> Any:
+            if step == "part":
+                self._timeout_s = 1.0
+            return exchange(self, step, *arguments, **of)
+
+        peers.Ranks.exchange = exchange_impatiently  # type: ignore[method-assign]
     tell = peers.Ranks.tell
 
     def tell_and_say(self: peers.Ranks, error: BaseException) -> None:
@@ -125,7 +141,7 @@ def give_up_on_rank_0(path: str) -> str:
         default_store().set(f"{self.rank} gave up", "")
 
     peers.Ranks.tell = tell_and_say  # type: ignore[method-assign]
-    return said_of(lambda: client.save(large_state(seed=3), path, timeout_s=1.0))
+    return said_of(lambda: client.save(large_state(seed=3), path, timeout_s=LONG_S))
 
 
 def test_what_others_gave_up_is_not_saved(forks: Worlds, path: Path) -> None:
@@ -281,6 +297,7 @@ def test_who_is_interrupted_while_it_comes_says_so(
 
 def miss_calls(path: str) -> list[int]:
     """As a rank: rank 0 misses calls; returns how many keys the store has when all have saved."""
+    answer_patiently()
     state, keys = large_state(seed=3), []
     for round_ in range(3):
         if dist.get_rank() != 0 and round_ > 0:

@@ -31,6 +31,7 @@ from tests.support.states import (
     Training,
     hold_copies,
     is_as_before,
+    let_go,
     same,
     when_awaited,
 )
@@ -171,6 +172,7 @@ def test_one_that_is_dropped_leaves_no_memory(path: Path) -> None:
     saver = AsyncSaver(optimizers=training.optimizer)
     saver.save(training.state(), path).durable.result(60)
     memory = weakref.ref(saver._under_way[0].memory._bytes.untyped_storage())
+    let_go(saver)
     del saver
     gc.collect()
     assert memory() is None
@@ -257,6 +259,7 @@ def test_what_changes_them_besides(
     training.optimizer.step()
     for future in (saving.staged, saving.acknowledged, saving.durable):
         assert "was changed before it was copied" in str(future.exception(60))
+    let_go(saver)
     with pytest.raises(RuntimeError, match=r"call wait_before_update\(\) before whatever changes"):
         saver.close()
     assert is_as_before(path)

@@ -36,8 +36,10 @@ from fpfs.core.temporary_names import make_temporary
 from fpfs.dcp import Reader, Stager, Writer
 from fpfs.integrations import dcp as integration
 from tests.support.failures.calls import die, full
+from tests.support.processes import DEADLINE_S
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, large_state, odd_state, random_tensor, same
+from tests.support.waiting import wait_until
 
 pytestmark = [
     # torch's own: of one process, of what it does itself, of types that it is not done with.
@@ -510,6 +512,7 @@ def test_a_stager_that_is_used_twice(tmp_path: Path, held: Held) -> None:
     for seed in (1, 2, 3):
         assert equal(loaded(tmp_path / f"{seed}", state(seed=seed)), state(seed=seed))
     del future, futures
+    wait_until(lambda: all(space.is_free for space in stager._spaces))  # torch's thread has ended
     # What three took is there for three.
     kept = len(stager._spaces)
     staged = [stager.stage(state(seed=seed)) for seed in (1, 2, 3)]
@@ -755,7 +758,7 @@ def test_a_process_saves(folder: Path) -> None:
                 storage_writer=writer,
                 async_stager=stager,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            ).result(120)
+            ).result(DEADLINE_S)
         assert equal(loaded(folder, saved), saved)
     finally:
         dist.destroy_process_group()

@@ -178,8 +178,9 @@ def train_beside(folder: str) -> list[Any]:
         # One rank's files alone do not make it whole.
         dist.barrier()
         if dist.get_rank() == 1:
+            saving = registered._saver._under_way[-1].saving
             go.set()
-            registered._saver._under_way[-1].saving.durable.result(60)
+            saving.durable.result(60)
         dist.barrier()
         found = latest(folder)
         dist.barrier()

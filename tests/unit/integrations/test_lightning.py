@@ -372,6 +372,7 @@ def test_a_forked_process_has_its_own(plugin: FpfsCheckpointIO, tmp_path: Path, 
     of_child = {"loops": WITHIN, "weight": torch.ones(5)}  # no work for threads, which it lacks
 
     def child() -> None:
+        held.may_go_on = threading.Event()  # a thread may have had its lock
         held.may_go_on.set()
         plugin.save_checkpoint(of_child, tmp_path / "b.ckpt")
         plugin.teardown()

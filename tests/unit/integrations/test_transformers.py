@@ -201,9 +201,9 @@ class Watch(TrainerCallback):
         self.seen: list[list[str]] = []
 
     def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.seen.append(checkpoints(self.folder) if self.folder.exists() else [])
         if state.global_step == self.go_at:
             self.hold.go.set()
-        self.seen.append(checkpoints(self.folder) if self.folder.exists() else [])
 
 
 def test_training_goes_on_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
