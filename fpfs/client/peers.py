@@ -53,6 +53,8 @@ SIGNS_AFTER = 1 / 8
 """Of the timeout: who waits so long looks for signs."""
 LOOK_FACTOR = 20
 """Who waits spends one part in so many on finding out for whom."""
+LOOK_MAX_S = 10.0
+"""And looks again after so long: a look may have taken long because its process was held up."""
 SAY_AFTER_S = 10.0
 """A rank that waits so long for others to come says so in the log."""
 
@@ -631,7 +633,7 @@ def _signs_key(rank: int) -> str:
 def _next_look(began_s: float) -> float:
     """When to look again for what was looked for since `began_s`."""
     now = time.monotonic()
-    return now + LOOK_FACTOR * (now - began_s)
+    return now + min(LOOK_FACTOR * (now - began_s), LOOK_MAX_S)
 
 
 def _failure_of(error: BaseException, *, rank: int) -> _Failure:

@@ -295,6 +295,22 @@ def test_who_is_interrupted_while_it_comes_says_so(
         assert same_keys
 
 
+def look_for_long(path: str) -> str:
+    """As a rank: rank 1 does not come, and each look of rank 0 takes as if it had been held up."""
+    peers.LOOK_FACTOR, peers.LOOK_MAX_S = 10**9, 0.1  # type: ignore[misc]
+    answer_patiently()
+    said = ""
+    if dist.get_rank() == 0:
+        said = said_of(lambda: client.save({}, path, timeout_s=0.5))
+    dist.barrier()
+    return said
+
+
+def test_a_look_that_took_long_is_not_the_last(forks: Worlds, path: Path) -> None:
+    said = forks.start(2, look_for_long, path).values()
+    assert said[0].startswith("RankFailed: rank 1: did not call save within ")
+
+
 def miss_calls(path: str) -> list[int]:
     """As a rank: rank 0 misses calls; returns how many keys the store has when all have saved."""
     answer_patiently()
