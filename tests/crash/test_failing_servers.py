@@ -118,9 +118,10 @@ def test_a_signal_between_two_servers_is_for_the_next_one_alone() -> None:
 def test_a_mount_whose_servers_fail_again_and_again_is_given_up(tmp_path: Path) -> None:
     """What was acknowledged is there when it is mounted again."""
     content = os.urandom(5_000_001)
-    with poisoned_mount(tmp_path) as (mount, orders):
+    deaths = 10
+    with poisoned_mount(tmp_path, faults_max=deaths) as (mount, orders):
         mount.allow_log(r"fpfs.keeper: server \d+ died \(exit status 1\): starting another")
-        mount.expect_log(GIVEN_UP)
+        mount.expect_log(f"{deaths} servers within {FAULTS_S} s died of what they did")
         (mount.root / "file").write_bytes(content)
         keeper_pid = mount.keeper_pid
         orders.give("at-serving", "exit")

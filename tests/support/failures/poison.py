@@ -52,10 +52,17 @@ class Orders:
 
 
 @contextlib.contextmanager
-def poisoned_mount(folder: Path, *, options: Sequence[str] = ()) -> Iterator[tuple[Mount, Orders]]:
-    """A mount over two devices whose servers take orders."""
+def poisoned_mount(
+    folder: Path, *, options: Sequence[str] = (), faults_max: int = 0
+) -> Iterator[tuple[Mount, Orders]]:
+    """A mount over two devices whose servers take orders.
+
+    faults_max: so many servers may die of what they did. 0: as many as of other mounts.
+    """
     orders = Orders(folder / "orders")
     orders.folder.mkdir()
+    if faults_max:
+        orders.give("faults-max", str(faults_max))
     environment = {
         "PYTHONPATH": os.pathsep.join((str(HOOK), str(REPOSITORY))),
         "FPFS_TEST_POISON": str(orders.folder),

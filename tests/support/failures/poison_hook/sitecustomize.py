@@ -192,6 +192,13 @@ def mark_points() -> None:
     Commit.closed = closing
 
 
+def bound_faults() -> None:
+    """Let a mount be given up after fewer servers, where the file ``faults-max`` says how many."""
+    from fpfs.daemon.mount import supervisor
+
+    supervisor.FAULTS_MAX = int(read(order_about(b"faults-max")) or supervisor.FAULTS_MAX)
+
+
 def poison() -> None:
     """Let requests for attributes meet what is to become of them first."""
     from fpfs.daemon.names.fuse_ops import Operations
@@ -221,6 +228,7 @@ def before_the_answer(operation: Handler, *, point: str) -> Handler:
 
 
 if "fpfs.daemon.mount.main" in sys.orig_argv:
+    bound_faults()
     poison()
     mark_points()
     mark_tasks()
