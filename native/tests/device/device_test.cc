@@ -282,7 +282,7 @@ struct HookedRead final : IoRequest {
 bool soon_holds(const std::string& path, const AlignedBuffer& block) {
   const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   AlignedBuffer found(block.size());
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (std::chrono::steady_clock::now() < give_up) {
     const ssize_t bytes = ::pread(file.get(), found.data(), found.size(), 0);
     if (bytes == static_cast<ssize_t>(found.size()) && found == block) return true;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +110,7 @@ CPU_LATENCY = Path("/dev/cpu_dma_latency")
 def bounds_latency(mount: Mount) -> bool:
     """Whether the server keeps processors out of deep idle states now."""
     held = []
-    for fd in Path(f"/proc/{mount.status().server_pid}/fd").iterdir():
+    for fd in Path(f"/proc/{mount.server_pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since the folder was read
             held.append(fd.readlink())
     return CPU_LATENCY in held
@@ -125,13 +126,20 @@ needs_cpu_latency = pytest.mark.skipif(
 def test_processors_sleep_lightly_while_requests_come_and_only_then(receivers: int) -> None:
     with mounted(options=(f"receivers={receivers}",)) as mount:
         wait_until(lambda: not bounds_latency(mount))
-        with (mount.root / "file").open("wb", buffering=0) as file:
+        ended = threading.Event()
 
-            def seen() -> bool:
-                os.pwrite(file.fileno(), bytes(16 * MIB), 0)
-                return bounds_latency(mount)
+        def keep_writing() -> None:
+            with (mount.root / "file").open("wb", buffering=0) as file:
+                while not ended.is_set():
+                    os.pwrite(file.fileno(), bytes(MIB), 0)
 
-            wait_until(seen)
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(keep_writing)
+            try:
+                wait_until(lambda: bounds_latency(mount))
+            finally:
+                ended.set()
+            writing.result()
         wait_until(lambda: not bounds_latency(mount))
 
 
