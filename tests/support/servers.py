@@ -88,11 +88,11 @@ def reads_of(mount: Mount) -> Reads:
 def assert_read(mount: Mount, before: Reads, size: int, *, times: int = 1) -> None:
     """Since `before` the kernel has asked for `size` bytes so many times, and has no more read.
 
-    The devices read whole blocks: of each request two are not full at most. How many requests there
-    are is the kernel's: threads that read one place at once may share its pages among them.
+    A block within which one request ends and the next begins is read for both. How many requests
+    there are is the kernel's: threads that read one place at once may share its pages among them.
     """
     now = reads_of(mount)
     asked = now.asked_bytes - before.asked_bytes
     assert asked / size == pytest.approx(times, rel=0.05)
-    partial = 2 * BLOCK_BYTES * (now.requests - before.requests)
-    assert now.device_bytes - before.device_bytes <= asked + partial
+    again = BLOCK_BYTES * (now.requests - before.requests)
+    assert now.device_bytes - before.device_bytes <= asked + again
