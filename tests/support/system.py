@@ -99,18 +99,28 @@ _SYS_CACHESTAT = 451
 _CACHE_STATISTICS = struct.Struct("=5Q")
 
 
-def dirty_pages(path: Path | str) -> int:
-    """Pages of a file that are not on its device yet: cachestat(2), Linux 6.5."""
+def _page_cache(fd: int) -> tuple[int, int, int]:
+    """Pages of a file that the kernel holds, that are dirty, under writeback: Linux 6.5."""
     whole = struct.pack("=2Q", 0, 0)
     found = ctypes.create_string_buffer(_CACHE_STATISTICS.size)
+    _check(_libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, whole, found, 0), "cachestat")
+    cached, dirty, written_back, *_ = _CACHE_STATISTICS.unpack(found.raw)
+    return int(cached), int(dirty), int(written_back)
+
+
+def cached_pages(fd: int) -> int:
+    """Pages of a file that the kernel holds: cachestat(2)."""
+    return _page_cache(fd)[0]
+
+
+def dirty_pages(path: Path | str) -> int:
+    """Pages of a file that are not on its device yet: cachestat(2)."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        result = _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, whole, found, 0)
-        _check(result, f"cachestat {path}")
+        _cached, dirty, written_back = _page_cache(fd)
     finally:
         os.close(fd)
-    _cached, dirty, written_back, *_ = _CACHE_STATISTICS.unpack(found.raw)
-    return int(dirty + written_back)
+    return dirty + written_back
 
 
 def syncfs(fd: int) -> None:

@@ -194,6 +194,8 @@ class Channel final : public KernelSide {
   void allocate_until_done(const std::shared_ptr<Waiting>& waiting,
                            const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
                            bool sync);
+  void fail_zeroing(uint64_t unique, const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
+                    int error);
   void handle_copy(const FuseRequest& request);
   void copy_range(const std::shared_ptr<Waiting>& waiting, const std::shared_ptr<File>& from,
                   const std::shared_ptr<File>& to, const fuse_copy_file_range_in& in, bool sync);

@@ -94,25 +94,32 @@ void Channel::handle_fallocate(const FuseRequest& request) {
     return reply(unique, EOPNOTSUPP);
   }
   note_writer(*handle, kOwnerUnknown);  // the kernel does not say who
+  if (mode != kFallocPunchHole && in.length > kCheckedBytesMin) {
+    uint64_t bytes_free = file->attributes().allocated_bytes;
+    for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
+    if (in.length > bytes_free) return reply(unique, ENOSPC);
+  }
   const bool sync = waits_for_changes(*handle);
   if (sync) let_releases_pass();
   const auto waiting = std::make_shared<Waiting>(request);
   if (mode == 0) return allocate_until_done(waiting, file, in, sync);
   file->punch(in.offset, in.length, [this, waiting, file, in, mode, sync](int error) {
-    if (error != 0) return reply(waiting->unique, error);
+    if (error != 0) return fail_zeroing(waiting->unique, file, in, error);
     if (mode == kFallocZeroRange) return allocate_until_done(waiting, file, in, sync);
     finish({waiting->unique, {}, 0}, file->ino(), sync);
   });
 }
 
+// The kernel drops the pages of a range when it was zeroed, not when that failed in its middle.
+void Channel::fail_zeroing(uint64_t unique, const std::shared_ptr<File>& file,
+                           const fuse_fallocate_in& in, int error) {
+  invalidate(file->ino(), static_cast<int64_t>(in.offset), static_cast<int64_t>(in.length),
+             [this, unique, error] { reply(unique, error); });
+}
+
 void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
                                   const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
                                   bool sync) {
-  if (in.length > kCheckedBytesMin) {
-    uint64_t bytes_free = file->attributes().allocated_bytes;
-    for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
-    if (in.length > bytes_free) return reply(waiting->unique, ENOSPC);
-  }
   const auto attempt = [this, waiting, file, in, sync] {
     Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
     if (const Retry retry = engine_.retry_of(file->ino(), outcome); retry != Retry::Done) {
@@ -120,10 +127,12 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
       outcome = Outcome::failed(EINTR);
     }
     end_waiting(waiting->unique);
-    if (outcome.error != 0) {
-      reply(waiting->unique, outcome.error);
-    } else {
+    if (outcome.error == 0) {
       finish({waiting->unique, {}, 0}, file->ino(), sync);
+    } else if ((in.mode & kFallocZeroRange) != 0) {
+      fail_zeroing(waiting->unique, file, in, outcome.error);
+    } else {
+      reply(waiting->unique, outcome.error);
     }
     return Retry::Done;
   };

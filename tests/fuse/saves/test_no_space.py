@@ -19,6 +19,7 @@ from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
+from tests.support.system import FallocateMode, cached_pages, fallocate
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason(throttled=False) is not None,
@@ -360,6 +361,30 @@ def test_allocation_copies_and_names_make_former_versions_give_way(
         os.close(fd)
     mount.flush()
     assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=8))
+
+
+def test_zeroing_that_finds_no_space_for_the_rest_is_seen_by_who_has_read(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    mount, _devices = small
+    path = mount.root / "file"
+    content = random_bytes(2 * MEBIBYTE, seed=31)
+    path.write_bytes(content)
+    mount.flush()
+    reader, writer = os.open(path, os.O_RDONLY), os.open(path, os.O_WRONLY)
+    assert_same(os.pread(reader, len(content), 0), content)
+    assert cached_pages(reader) > 0
+    length = free_bytes(mount) + 10 * MEBIBYTE
+    mount.expect_log("WARNING .*no space for file: overwriting needs the space of both contents")
+    with pytest.raises(OSError, match="No space left on device"):
+        fallocate(writer, mode=FallocateMode.ZERO_RANGE, offset=1000, length=length)
+    after = os.pread(reader, len(content), 0)
+    for fd in (reader, writer):
+        os.close(fd)
+    mount.flush()
+    mount.remount()
+    assert_same(path.read_bytes(), after)
+    assert_same(after, content[:1000] + bytes(len(content) - 1000))
 
 
 def test_replace_inplace_needs_the_space_of_one(small: tuple[Mount, FaultyDevices]) -> None:
