@@ -147,12 +147,15 @@ def slow_devices(slow_lab: lab.Lab) -> list[Path]:
     return [path / "fpfs" for path in slow_lab.mountpoints]
 
 
-def let_be_fast(made: lab.Lab) -> None:
-    """Take the limits from a lab's devices."""
+def limit(made: lab.Lab, *, bytes_per_s: int | None) -> None:
+    """Set what each of a lab's devices writes in a second; None is as fast as it can."""
     assert made.throttle is not None
     for device in made.devices():
         assert device.device_number is not None
-        made.throttle.clear(device.device_number)
+        if bytes_per_s is None:
+            made.throttle.clear(device.device_number)
+        else:
+            made.throttle.limit(device.device_number, bytes_per_s=bytes_per_s)
 
 
 def writers(path: Path) -> int:
@@ -173,6 +176,7 @@ def test_a_second_sigint_says_what_may_be_lost_and_stops(
     with mounted(devices=slow_devices, staging="128M") as mount:
         (mount.root / "kept").write_bytes(b"durable")
         mount.flush()
+        limit(slow_lab, bytes_per_s=2**20)  # the drain goes on at the second SIGINT
         left = os.urandom(100 * 2**20)
         (mount.root / "left").write_bytes(left)
         # The kernel tells of a close after close(2) has returned: a drain that begins before does
@@ -189,7 +193,7 @@ def test_a_second_sigint_says_what_may_be_lost_and_stops(
             signal.pidfd_send_signal(pid_fd, signal.Signals[name])
             wait_for_log(mount, f"{name}: draining")
         signal.pidfd_send_signal(pid_fd, signal.SIGINT)
-        let_be_fast(slow_lab)  # what the dead server has in flight has to end, too
+        limit(slow_lab, bytes_per_s=None)  # what the dead server has in flight has to end, too
         wait_for_exit(keeper_fd)
         os.close(keeper_fd)
         os.close(pid_fd)
