@@ -424,7 +424,9 @@ class _Model(NamedTuple):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
                 raise OSError(errno.EINVAL, "not a regular file: remove it first", path)
-            if stat.S_ISREG(mode) and not os.access(path, os.W_OK, effective_ids=True):
+            is_refused = stat.S_ISREG(mode) and not os.access(path, os.W_OK, effective_ids=True)
+            # Another save may have removed it.
+            if is_refused and os.path.lexists(path):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             if others and user != found.st_uid:
                 raise PermissionError(errno.EPERM, "another user's, in a sticky directory", path)

@@ -413,6 +413,22 @@ def test_two_at_once_are_one_or_the_other(tmp_path: Path) -> None:
         assert (len(found), value) in models
 
 
+def test_a_former_file_may_go_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another save removes it: here when it is looked at."""
+    former = tmp_path / "model-00003-of-00003.safetensors"
+    former.touch()
+
+    access = os.access
+
+    def access_what_is_removed(path: str, mode: int, **options: bool) -> bool:
+        former.unlink(missing_ok=True)
+        return access(path, mode, **options)
+
+    monkeypatch.setattr(os, "access", access_what_is_removed)
+    save_safetensors(model(), tmp_path / "model.safetensors", max_shard_bytes=10**9)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 def test_many_views_of_one_tensor(path: Path) -> None:
     base = torch.arange(900.0**2).reshape(900, 900)
     views = {str(number): base[:, number] for number in range(900)}
