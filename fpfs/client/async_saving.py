@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
 from fpfs.client.paths import check_threads, check_timeout
-from fpfs.client.peers import Alone, Peers, peers_of
+from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Finished, Save, Saved
@@ -322,9 +322,15 @@ class AsyncSaver:
         peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
         try:
             self._make_room(peers)
-        except TimeoutError:
-            with steps_of(peers):  # The other ranks, which come to this call, are told.
+        except Exception as failure:
+            # The other ranks may know of another failure or of none: they come to this call, and
+            # are told, but not that it fails for want of the rank that the former save failed of.
+            with contextlib.suppress(RankFailed), steps_of(peers):
+                if isinstance(failure, RankFailed):
+                    why = f"its save before has failed: {failure}"
+                    raise RankFailed(peers.rank, why) from None
                 raise
+            raise
         before = self._updates.savings
         held = self._updates.hold()
         steps = steps_of(peers)

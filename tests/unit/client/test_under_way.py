@@ -196,6 +196,47 @@ def test_all_learn_of_a_failure_at_the_same_call(forks: Worlds, tmp_path: Path) 
         assert same(client.load(tmp_path / f"{step}.pt"), state_of(step))
 
 
+def learn_different_things(path: str, given_up: bool) -> list[Any]:
+    """As a rank: a flush takes longer than rank 1 waits for it, or fails of a limit of its own.
+
+    Returns of each step whether it failed, and as rank 0 which values the file has.
+    """
+    flush, flushes = Replacement.flush, 0
+
+    def flush_at_last(self: Replacement) -> None:
+        nonlocal flushes
+        flushes += 1
+        if flushes == 1 and not given_up:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        if flushes == 1:
+            store_of().wait(["given up"], timedelta(seconds=60))
+        flush(self)
+
+    Replacement.flush = flush_at_last  # type: ignore[method-assign]
+    is_first = dist.get_rank() == 0
+    saver = AsyncSaver(timeout_s=60 if is_first or not given_up else 3)
+    found: list[Any] = []
+    for step in range(5):
+        try:
+            failed = saver.save(state_of(step), path).durable.exception(60) is not None
+        except (OSError, client.RankFailed):
+            failed = True
+        store_of().set("given up", "")
+        values = torch.load(path)["tensor"].unique().tolist() if is_first and not failed else []
+        found.append([failed, values])
+    return found
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_ranks_that_learn_different_things_stay_at_the_same_call(
+    forks: Worlds, path: Path, given_up: bool
+) -> None:
+    first, other = forks.start(2, learn_different_things, str(path), given_up).values()
+    assert other == [[True, []]] * 2 + [[False, []]] * 3
+    assert first[0] == ([False, [0]] if given_up else [True, []])
+    assert first[1:] == [[True, []], [False, [2]], [False, [3]], [False, [4]]]
+
+
 def test_a_rank_that_dies(forks: Worlds, tmp_path: Path) -> None:
     """What came to an end before stays; what came after fails, and nobody hangs."""
     other, dead, last = forks.start(3, fail_once, str(tmp_path), True).outcomes()
