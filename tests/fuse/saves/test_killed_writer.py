@@ -24,6 +24,7 @@ from tests.support.processes import KILLED, expect_line, python_child, tell
 CTL = "fpfs.cli.ctl"
 GOOD = random_bytes(3 * 2**20 + 17, seed=1)
 TORN = random_bytes(2 * 2**20 + 5, seed=2)
+BLOCK = 64 * 1024
 SMALL = b"a small content, which the catalog holds\n"
 
 
@@ -41,6 +42,17 @@ OVERWRITES = (
     START
     + """
 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+os.write(fd, source)
+done()
+signal.pause()
+"""
+)
+
+
+WRITES_IN_PLACE = (
+    START
+    + """
+fd = os.open(path, os.O_RDWR)
 os.write(fd, source)
 done()
 signal.pause()
@@ -358,6 +370,46 @@ def test_a_rewrite_in_place_shares_blocks_that_stay(
         check_fpfs("fsck", mount.root)
         assert_same(kept.read_bytes(), GOOD if kept == path else in_place())
         kept.write_bytes(b"")
+        mount.flush()
+        assert mount.stored_bytes() == 0
+
+
+@pytest.mark.parametrize("written_bytes", [3 * 2**20, 6 * 2**20])
+def test_what_is_written_to_allocated_blocks_is_not_overwritten(
+    source: Path, written_bytes: int
+) -> None:
+    """The file keeps its committed content, and not the blocks that the killed writer filled."""
+    torn, last = (random_bytes(6 * 2**20, seed=seed) for seed in (3, 4))
+    source.write_bytes(torn[:written_bytes])
+    with mounted(devices=2) as mount:
+        mount.allow_log(KILLED)
+        path = mount.root / "step.pt"
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, len(torn))
+        kill_in_the_middle(path, source, code=WRITES_IN_PLACE)
+        mount.flush()
+        check_fpfs("fsck", mount.root)
+        assert path.read_bytes() == bytes(len(torn))
+        quarantined = the_only(mount.root / ".fpfs/partial")
+        assert_same(quarantined.read_bytes(), torn[:written_bytes].ljust(len(torn), b"\0"))
+        assert quarantined.stat().st_blocks * 512 == written_bytes
+        left = path.stat().st_blocks * 512
+        assert len(torn) - written_bytes <= left < len(torn) - written_bytes + BLOCK
+        with path.open("r+b") as file:
+            file.write(last)
+        mount.remount()
+        check_fpfs("fsck", mount.root)
+        assert_same(path.read_bytes(), last)
+        assert_same(quarantined.read_bytes(), torn[:written_bytes].ljust(len(torn), b"\0"))
+        with quarantined.open("r+b") as file:
+            file.write(torn)
+        mount.flush()
+        check_fpfs("device", "drain", mount.root, "0", module=CTL)
+        mount.remount()
+        assert_same(path.read_bytes(), last)
+        path.unlink()
+        assert_same(quarantined.read_bytes(), torn)
+        quarantined.unlink()
         mount.flush()
         assert mount.stored_bytes() == 0
 

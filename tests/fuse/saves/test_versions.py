@@ -248,6 +248,29 @@ def test_a_former_version_is_put_back(mount: Mount, kept: Path, size: int) -> No
     assert path.read_bytes() == b"x" + content("c", size)[1:]
 
 
+def test_allocated_blocks_that_another_version_has_filled_are_not_overwritten(
+    mount: Mount, kept: Path
+) -> None:
+    path = kept / "model.pt"
+    size = 3_000_000
+    first = content("1", 100)
+    with path.open("wb") as file:
+        file.write(first)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, size)
+    second = content("2", size)
+    with path.open("r+b") as file:
+        file.write(second)
+    restore(f"{path}@1")
+    assert path.read_bytes() == first.ljust(size, b"\0")
+    third = content("3", size)
+    with path.open("r+b") as file:
+        file.write(third)
+    mount.remount()
+    assert former(mount, path) == [second, first.ljust(size, b"\0")]
+    assert path.read_bytes() == third
+
+
 def test_what_cannot_be_restored_is_refused(mount: Mount, kept: Path) -> None:
     path = kept / "model.pt"
     for letter in "ab":

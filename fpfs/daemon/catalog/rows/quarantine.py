@@ -5,7 +5,8 @@ that it wrote to keeps its committed content, its names and its attributes. A fi
 finished loses its names: it is no checkpoint.
 
 Invariants:
-  * The committed content of an inode is not touched: nothing that it refers to is given back.
+  * The committed content of an inode stays. Preallocated blocks that the killed writer has filled
+    are holes in it, which reads the same.
   * One content is kept for each path: a later one replaces an earlier one.
 
 Concurrency: every function runs in the catalog's worker, inside its transaction.
@@ -21,6 +22,7 @@ from fpfs.core.engine import ObjectId, Range
 from fpfs.core.limits import NAME_BYTES_MAX
 from fpfs.daemon.catalog.rows import shared_extents as shares
 from fpfs.daemon.catalog.rows.attributes import InodeRow, copy_inode, fetch_inode
+from fpfs.daemon.catalog.rows.clone import leave_preallocated
 from fpfs.daemon.catalog.rows.dirents import path_of, touch_directory
 from fpfs.daemon.catalog.rows.extents import (
     Content,
@@ -83,11 +85,10 @@ def quarantine(
     if name is None:
         return None
     path = _path_of(transaction, *name)
-    committed = fetch_inode(transaction, ino)
-    content = fetch_content(transaction, ino)
     replaced = _drop_earlier(transaction, path)
     now_ns = time.time_ns()
-    made, removal = _split_off(transaction, version, content)
+    made, removal = _split_off(transaction, version)
+    committed = fetch_inode(transaction, ino)
     if committed.unfinished:
         _remove_names(transaction, ino, names, now_ns)
     quarantined = Quarantined(
@@ -98,7 +99,7 @@ def quarantine(
         now_ns=now_ns,
         lost=names if committed.unfinished else (),
         reverted=committed,
-        content=content,
+        content=fetch_content(transaction, ino),
         replaced=replaced,
     )
     transaction.execute(
@@ -138,14 +139,20 @@ def remove_unfinished(transaction: Transaction, *, kept: set[int]) -> list[bytes
     return removed
 
 
-def _split_off(transaction: Transaction, version: Version, content: Content) -> tuple[int, int]:
+def _split_off(transaction: Transaction, version: Version) -> tuple[int, int]:
     """Make an inode of a version; what is committed stays. Returns it, and the last removal."""
-    ino = copy_inode(transaction, version.ino, nlink=1)
-    for index, blob in content.segments:
+    origin = version.ino
+    ino = copy_inode(transaction, origin, nlink=1)
+    for index, blob in fetch_content(transaction, origin).segments:
         store_segment(transaction, ino, index, blob)
     store_snapshot(transaction, version._replace(ino=ino))
+    leave_preallocated(transaction, ino, to=origin)
     shares.share(transaction, ino)
-    shares.recount(transaction, shares.references(transaction, ino))
+    before = shares.references(transaction, origin)
+    leave_preallocated(transaction, origin, to=ino)
+    for place in before.keys() - shares.references(transaction, origin).keys():
+        shares.give_up_object(transaction, origin, place, before)
+    shares.recount(transaction, {*before, *shares.references(transaction, ino)})
     return ino, record_removals(transaction, _unreferenced(transaction, version, ino))
 
 
