@@ -1,8 +1,9 @@
 """Device directories: formatting them, knowing them again, and keeping them to one server.
 
-A device directory holds ``fpfs.json`` (the stamp), ``lock``, ``objects/``, and on devices 0 and 1
-a copy of the catalog. The stamp says which filesystem and which of its devices this is, and on
-which backing filesystem and inode the directory lay, so that a copy is not taken for the original.
+A device directory holds ``fpfs.json`` (the stamp), ``lock``, ``objects/``, and on two devices, at
+first 0 and 1, a copy of the catalog. The stamp says which filesystem and which of its devices this
+is, and on which backing filesystem and inode the directory lay, so that a copy is not taken for the
+original.
 
 Invariants:
   * A directory is stamped only when it was empty (``lost+found`` aside) and locked.

@@ -118,7 +118,7 @@ def set_apart(search: Search, *, asked: str, held_fds: Sequence[int]) -> Search:
         raise Refused(
             asked=asked,
             wrong=f"none of the device directories can be used ({told})",
-            remedy="name at least the directory of device 0 or 1",
+            remedy="name at least one that holds catalog.db",
         )
     return search._replace(paths=usable, troubles=troubles)
 

@@ -231,3 +231,9 @@ def test_a_refusal_leaves_nothing_locked(folders: list[Path]) -> None:
     refusal(folders[:2])
     with opened(folders):
         pass
+
+
+def test_none_of_them_can_be_used(tmp_path: Path) -> None:
+    """Which ones hold the catalog, nothing that is there says: drains have moved it."""
+    with pytest.raises(Refused, match=r"is empty.*; name at least one that holds catalog\.db$"):
+        open_devices([str(tmp_path)], mountpoint="", asked="mount at /ckpt", degraded=True)
