@@ -76,9 +76,9 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     timeout_s: seconds that a save waits for the one before.
 
     What a save has failed of is raised by the next one, or at the end of training. The ranks of a
-    machine save together. Where Trainer saves otherwise than its weights and one optimizer's state
-    (FSDP, DeepSpeed, adapters, quantized models, several machines), looks for the best model, or
-    pushes to the hub, it goes on saving by itself, and the log says so once.
+    machine save together. Where Trainer saves otherwise than its weights and one optimizer's state,
+    as with FSDP, DeepSpeed or adapters, and in the other cases that docs/frameworks.md lists,
+    Trainer goes on saving by itself, and the log says so once.
 
     Add it last: what other callbacks do at the same event belongs to the checkpoint. Their
     `on_save` is not called. Raises TypeError of what is no Trainer.
