@@ -423,9 +423,10 @@ class File : public std::enable_shared_from_this<File> {
       EXCLUDES(mutex_);
   void object_made(const std::shared_ptr<Appender>& appender, uint64_t needed, int error,
                    ObjectRef object, uint64_t id) EXCLUDES(mutex_);
-  void trimmed(int result);
+  void trimmed(const std::shared_ptr<Appender>& appender, int result) EXCLUDES(mutex_);
   void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
-  void submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes, Actions& actions)
+  void submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes,
+                       const std::shared_ptr<Appender>& appender, Actions& actions)
       REQUIRES(mutex_);
   uint64_t holes(uint64_t chunk, uint64_t first, uint64_t end, std::vector<Extent>* runs)
       REQUIRES(mutex_);
@@ -615,10 +616,12 @@ struct File::Appender {
   uint64_t step_blocks = 1;         // next preallocation,
   uint64_t wanted_blocks = 0;       // or all that fallocate(2) was asked for
   bool growing = false;             // the last of `objects`
-  bool trim_wanted = false;         // give back what was preallocated, when growth has ended
+  unsigned trims = 0;               // under way; one that comes behind a growth would undo it
+  bool trim_wanted = false;         // give back what was preallocated, when these have ended
   int error = 0;                    // why the last growth failed,
   uint64_t tried = 0;               // and Plane::retries() when it began
 
+  bool changing() const { return growing || trims != 0; }
   uint64_t allocated_blocks() const;
   uint64_t blocks_left() const;  // that nobody was promised
 };

@@ -121,12 +121,12 @@ uint64_t File::Appender::blocks_left() const {
 bool File::space_ready(uint16_t device, uint64_t blocks, Actions& actions) {
   Appender& entry = appender(device);
   const std::shared_ptr<Appender> shared = appenders_[device];
-  if (entry.blocks_left() < blocks && !entry.growing) {
+  if (entry.blocks_left() < blocks && !entry.changing()) {
     grow(shared, blocks - entry.blocks_left(), actions);
   }
   if (entry.blocks_left() < blocks) return false;
   const uint64_t left = entry.blocks_left() - blocks;
-  if (!entry.growing && left < std::min(entry.allocated_blocks(), entry.step_blocks) / 2) {
+  if (!entry.changing() && left < std::min(entry.allocated_blocks(), entry.step_blocks) / 2) {
     grow(shared, 0, actions);  // ahead of need
   }
   return true;
@@ -271,12 +271,13 @@ void File::grown(const std::shared_ptr<Appender>& entry, uint64_t blocks, uint64
 
 // Gives back what was preallocated behind the last byte written.
 void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions) {
-  entry->trim_wanted = entry->growing;
-  if (entry->growing || entry->reserved_blocks != 0) return;
+  entry->trim_wanted = entry->changing();
+  if (entry->changing() || entry->reserved_blocks != 0) return;
   for (OpenObject& each : entry->objects) {
     if (each.allocated_blocks * kBlockBytes <= each.written_end) continue;
     each.allocated_blocks = each.next_block;
-    submit_truncate(entry->device, each.object, each.written_end, actions);
+    ++entry->trims;
+    submit_truncate(entry->device, each.object, each.written_end, entry, actions);
   }
   entry->step_blocks = 1;
 }
@@ -284,22 +285,31 @@ void File::submit_trim(const std::shared_ptr<Appender>& entry, Actions& actions)
 void File::trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes,
                           Actions& actions) {
   const ObjectRef object = object_ref(key.first, key.second);
-  if (object != nullptr) submit_truncate(key.first, object, bytes, actions);
+  if (object != nullptr) submit_truncate(key.first, object, bytes, nullptr, actions);
 }
 
-void File::submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes, Actions& actions) {
+void File::submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes,
+                           const std::shared_ptr<Appender>& entry, Actions& actions) {
   auto* request = new CallRequest();
   request->op = IoOp::Truncate;
   request->object = std::move(object);
   request->length = bytes;
   // Failing to give space back loses no data; the next trim or the removal gives it back.
-  request->call = [self = shared_from_this()](int result) { self->trimmed(result); };
+  request->call = [self = shared_from_this(), entry](int result) { self->trimmed(entry, result); };
   submit(device, request, actions);
 }
 
-void File::trimmed(int result) {
+void File::trimmed(const std::shared_ptr<Appender>& entry, int result) {
   if (result != 0 && result != -ENOENT)
     plane_.log(30, "trimming an object: " + std::string(std::strerror(-result)));
+  if (entry != nullptr) {
+    Actions actions;
+    {
+      const MutexLock lock(mutex_);
+      if (--entry->trims == 0 && entry->trim_wanted) submit_trim(entry, actions);
+    }
+    actions.run();
+  }
   plane_.retry_refused();
 }
 

@@ -56,6 +56,32 @@ class BusyDevice {
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
+// Lets nothing that a device has done be known, until it is released.
+class SilentDevice {
+ public:
+  SilentDevice(Device& device, uint64_t object) : buffer_(kBlockBytes) {
+    request_.op = IoOp::Read;
+    request_.object = device.object(object);
+    request_.length = kBlockBytes;
+    request_.buffer = buffer_.data();
+    device.submit(&request_);
+    request_.begun.wait();
+  }
+  void release() { request_.released.put(0); }
+
+ private:
+  struct Request : IoRequest {
+    Delivery<int> begun;
+    Delivery<int> released;
+    void complete(int result) override {
+      begun.put(result);
+      released.wait();
+    }
+  };
+  AlignedBuffer buffer_;
+  Request request_;
+};
+
 // Writes behind this byte of an object fail with EFBIG, which is no verdict on the device.
 class ObjectLimit {
  public:
@@ -126,6 +152,47 @@ TEST_CASE("an object in which nothing is left is told of while the file is still
   REQUIRE(fixture.commit(*file, true) == 0);
   fixture.reopen();
   CHECK(fixture.read(*fixture.load(1), 0, bytes.size()) == bytes);
+}
+
+TEST_CASE("what is preallocated when another write comes is not given back by the close before") {
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  const std::string bytes = random_bytes(kBlockBytes, 1);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  SnapshotData first;
+  REQUIRE(fixture.drain(*file, true, &first) == 0);
+  REQUIRE(fixture.write(*file, kBlockBytes, bytes) == 0);
+  Arena& arena = fixture.engine().arena();
+  std::vector<Slot*> taken;
+  while (Slot* slot = arena.take()) taken.push_back(slot);
+  SilentDevice device(*fixture.engine().device(0), first.objects.at(0).second);
+  Delivery<int> drained;
+  file->drain(true, [&](int error, const SnapshotData&) { drained.put(error); });
+  // Waits for the only slot, in which the drain has the bytes before it.
+  Delivery<int> written;
+  std::string copy = bytes;
+  Payload payload;
+  payload.add(copy.data(), copy.size());
+  const auto attempt = [&] {
+    const Outcome outcome = file->write(kChunkBytes, copy.size(), payload, nullptr, nullptr);
+    if (outcome.progress == Progress::Wait) return Retry::Waiting;
+    written.put(outcome.error);
+    return Retry::Done;
+  };
+  REQUIRE(attempt() == Retry::Waiting);
+  fixture.engine().park(attempt);
+  device.release();
+  REQUIRE(drained.wait() == 0);
+  REQUIRE(written.wait() == 0);
+  fixture.wait_idle();
+  uint64_t bytes_there = 0;
+  for (const auto& path : objects_of(fixture)) {
+    bytes_there = std::max(bytes_there, uint64_t{std::filesystem::file_size(path)});
+  }
+  CHECK(bytes_there >= 3 * kBlockBytes);
+  for (Slot* slot : taken) arena.give(slot);
+  REQUIRE(fixture.commit(*file, true) == 0);
+  CHECK(fixture.read(*file, kChunkBytes, kBlockBytes) == bytes);
 }
 
 TEST_CASE("what fallocate prepared is written in place, and none of it is given back") {
