@@ -313,6 +313,8 @@ class File : public std::enable_shared_from_this<File> {
   void truncate(uint64_t size, Done done) EXCLUDES(mutex_);
   // One step of fallocate(2); call again after Wait.
   Outcome allocate(uint64_t offset, uint64_t length, bool keep_size) EXCLUDES(mutex_);
+  // Who waited does not call again: what was wanted for that is not preallocated by others.
+  void give_up_allocating() EXCLUDES(mutex_);
   void punch(uint64_t offset, uint64_t length, Done done) EXCLUDES(mutex_);
 
   // --- reading (file_read.cc) ---
@@ -423,6 +425,7 @@ class File : public std::enable_shared_from_this<File> {
       EXCLUDES(mutex_);
   void object_made(const std::shared_ptr<Appender>& appender, uint64_t needed, int error,
                    ObjectRef object, uint64_t id) EXCLUDES(mutex_);
+  void want_nothing() REQUIRES(mutex_);
   void trimmed(const std::shared_ptr<Appender>& appender, int result) EXCLUDES(mutex_);
   void submit_trim(const std::shared_ptr<Appender>& appender, Actions& actions) REQUIRES(mutex_);
   void submit_truncate(uint16_t device, ObjectRef object, uint64_t bytes,

@@ -583,12 +583,19 @@ Outcome File::allocate(uint64_t offset, uint64_t length, bool keep_size) {
   {
     const MutexLock lock(mutex_);
     outcome = allocate_locked(offset, length, keep_size, actions);
-    if (outcome.progress != Progress::Wait) {
-      for (auto& [device, entry] : appenders_) entry->wanted_blocks = 0;
-    }
+    if (outcome.progress != Progress::Wait) want_nothing();
   }
   actions.run();
   return outcome;
+}
+
+void File::give_up_allocating() {
+  const MutexLock lock(mutex_);
+  want_nothing();
+}
+
+void File::want_nothing() {
+  for (auto& [device, entry] : appenders_) entry->wanted_blocks = 0;
 }
 
 Outcome File::allocate_locked(uint64_t offset, uint64_t length, bool keep_size, Actions& actions) {

@@ -124,6 +124,7 @@ void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
     Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
     if (const Retry retry = engine_.retry_of(file->ino(), outcome); retry != Retry::Done) {
       if (!waiting->given_up) return retry;
+      file->give_up_allocating();
       outcome = Outcome::failed(EINTR);
     }
     end_waiting(waiting->unique);

@@ -601,6 +601,26 @@ TEST_CASE("an object that a drain flushes stays until the next version is curren
   CHECK_FALSE(is_there());
 }
 
+TEST_CASE("what a fallocate that was given up had wanted is not preallocated later") {
+  constexpr uint64_t kWanted = uint64_t{256} << 20;
+  EngineFixture fixture({1, kChunkBytes, 16});
+  const auto file = fixture.load(1);
+  SUBCASE("by a fallocate") {
+    SnapshotData snapshot;
+    REQUIRE(fixture.write(*file, 0, random_bytes(kChunkBytes, 18)) == 0);
+    REQUIRE(fixture.drain(*file, false, &snapshot) == 0);
+    BusyDevice busy(*fixture.engine().device(0), snapshot.objects.at(0).second);
+    busy.wait();
+    REQUIRE(file->allocate(0, kWanted, true).progress == Progress::Wait);
+    file->give_up_allocating();
+  }
+  for (uint64_t chunk = 0; chunk < 64; ++chunk) {
+    REQUIRE(fixture.write(*file, chunk * kChunkBytes, random_bytes(kChunkBytes, chunk)) == 0);
+  }
+  fixture.wait_idle();
+  CHECK(bytes_taken(fixture) < kWanted / 2);
+}
+
 TEST_CASE("a file with unsaved bytes or handles is not unloaded") {
   EngineFixture fixture;
   Engine& engine = fixture.engine();
