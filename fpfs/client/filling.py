@@ -55,6 +55,8 @@ class Filling(NamedTuple):
     """The whole as the file has it, without memory."""
     archive_offset: int = 0
     """Of what torch.load was given, in the file."""
+    dtensor: torch.Tensor | None = None
+    """That the target is this rank's part of."""
 
     @property
     def offset(self) -> int:
@@ -97,6 +99,7 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool | None, begin: flo
 
 def read(file: ReadableFile, fillings: Sequence[Filling], *, begin: float = 0.0) -> None:
     """Fill what is to be filled; `begin` as `fill` has it."""
+    _count_changes(fillings)
     here, elsewhere, others = list[Filling](), list[Filling](), list[Filling]()
     for filling in fillings:
         if filling.box.elements > 0:
@@ -109,6 +112,17 @@ def read(file: ReadableFile, fillings: Sequence[Filling], *, begin: float = 0.0)
     _fill_devices(file, elsewhere, begin=begin)
     for filling in others:
         _fill_by_buffer(file, filling)
+
+
+def _count_changes(fillings: Sequence[Filling]) -> None:
+    """Have torch count what native threads change, as autograd and `Held.check` rely on it.
+
+    Called before the first byte: who finds the former count has read none of them.
+    """
+    for filling in fillings:
+        for tensor in (filling.target, filling.dtensor):
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 class _Wave:
@@ -229,7 +243,9 @@ def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
     _, box, part = part_of(target, name) or (None, whole, target)
     if torch._debug_has_internal_overlap(part) == 1:  # noqa: SLF001
         raise ValueError(f"elements of {name} of the state share memory: clone() it first")
-    return Filling(name, part.detach(), box, source)
+    dtensor = target if is_dtensor(target) else None
+    # What detach() returns shares the count of changes, as views do.
+    return Filling(name, part.detach(), box, source, dtensor=dtensor)
 
 
 @functools.cache

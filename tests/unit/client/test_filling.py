@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fpfs import client
 from fpfs.client import filling, loading, parallel_file
-from tests.support.states import DTYPES, large_state, random_tensor, same
+from tests.support.ranks import Worlds
+from tests.support.states import DTYPES, a_mesh, large_state, random_tensor, same
 
 # torch's own, of types that it is not done with.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -103,6 +105,34 @@ def test_views(tmp_path: Path, saved: torch.Tensor) -> None:
     target = torch.zeros(saved.shape, dtype=saved.dtype)
     client.load(path, into={"view": target})
     assert torch.equal(target, saved)
+
+
+def test_torch_counts_what_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    given = torch.ones(6, requires_grad=True)
+    tensors = [torch.nn.Parameter(torch.zeros(6)), torch.zeros(12), torch.zeros(6).double()]
+    torch.save([torch.ones(6)] * 3, path)
+    products = [given * tensor[:6] for tensor in tensors]
+    client.load(path, into=[tensors[0].detach(), tensors[1][::2], tensors[2]])
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def load_dtensor(path: str) -> list[bool]:
+    """As a rank: whether torch has counted the change of a DTensor, and of this rank's part."""
+    whole = distribute_tensor(torch.zeros(4), a_mesh(), [Shard(0)])
+    tensors = [whole, whole.to_local()]
+    before = [tensor._version for tensor in tensors]
+    client.load(path, into=[whole])
+    assert tensors[1].tolist() == [1, 1]
+    return [tensor._version > version for tensor, version in zip(tensors, before, strict=True)]
+
+
+def test_torch_counts_that_dtensors_are_changed(forks: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save([torch.ones(4)], path)
+    assert forks.start(2, load_dtensor, path).values() == [[True, True]] * 2
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

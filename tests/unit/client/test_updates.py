@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -232,11 +233,18 @@ def load_state(training: Training) -> None:
     training.model.load_state_dict(training.model.state_dict())
 
 
+def load_into(training: Training) -> None:
+    state = training.model.state_dict()
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save(state, file.name)
+        client.load(file.name, into=state)
+
+
 def change_state(training: Training) -> None:
     next(iter(training.optimizer.state.values()))["exp_avg"].mul_(2)
 
 
-@pytest.mark.parametrize("change", [add, load_state, change_state])
+@pytest.mark.parametrize("change", [add, load_state, load_into, change_state])
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_changes_them_besides(
     path: Path, copy_on: Callable[[], None], change: Callable[[Training], None], waits: bool

@@ -447,6 +447,16 @@ def test_types_are_converted(folder: Path) -> None:
     assert torch.equal(into["a"], saved["a"].double())
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_torch_counts_what_is_changed(folder: Path, reader: type[dcp.FileSystemReader]) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=Writer(folder), no_dist=True)
+    into = {"a": torch.nn.Parameter(torch.zeros(3))}
+    before = into["a"]._version
+    dcp.load(into, storage_reader=reader(folder), no_dist=True)
+    assert into["a"].tolist() == [1, 1, 1]
+    assert into["a"]._version > before
+
+
 # --- staging ---
 
 
