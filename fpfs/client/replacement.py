@@ -140,7 +140,7 @@ class Replacement:
         fd = getattr(self, name)
         setattr(self, name, -1)
         if fd >= 0:
-            os.close(fd)
+            _unlock_and_close(fd)
 
     def _stat_former(self) -> os.stat_result | None:
         try:
@@ -225,10 +225,7 @@ def locked_directory(path: str) -> Iterator[None]:
             time.sleep(POLL_S)
         yield
     finally:
-        # A child that was forked meanwhile has the descriptor, too, and would keep the lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        _unlock_and_close(fd)
 
 
 def remove_left(path: str, *, of: Callable[[bytes], bool] | None = None) -> None:
@@ -266,5 +263,15 @@ def _remove_unlocked(directory_fd: int, name: str) -> None:
             # Shared, which suffices, and which NFS gives to who may only read.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=directory_fd)
+    finally:
+        _unlock_and_close(fd)
+
+
+def _unlock_and_close(fd: int) -> None:
+    # A child that was forked meanwhile has the descriptor, too, and would keep the lock. Children
+    # do not close it when they begin: of NFS, close(2) would wait until all was written.
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

@@ -153,18 +153,40 @@ def test_room_is_reserved(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@contextlib.contextmanager
+def child() -> Iterator[None]:
+    """A process that is forked here, and so has all descriptors as long as it lives."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_a_child_does_not_keep_a_directory_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is forked while it is locked has the descriptor, too, as long as it lives."""
     monkeypatch.setattr(replacement, "LOCK_S", 1.0)
-    with replacement.locked_directory(str(tmp_path)):
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-    try:
+    with contextlib.ExitStack() as children:
+        with replacement.locked_directory(str(tmp_path)):
+            children.enter_context(child())
         with replacement.locked_directory(str(tmp_path)):
             pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("on_fpfs", [False, True])
+def test_a_child_does_not_keep_a_file_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_fpfs: bool
+) -> None:
+    """As a share that the next checkpoint is to remove. On fpfs another descriptor has the lock."""
+    monkeypatch.setattr(replacement, "is_on_fpfs", lambda _: on_fpfs)
+    with contextlib.ExitStack() as children:
+        with Replacement(str(tmp_path / "share")) as file:
+            children.enter_context(child())
+            file.commit(durable=False)
+        assert names(tmp_path) == ["share"]
+        replacement.remove_left(str(tmp_path / "manifest"), of=lambda found: found == b"share")
+        assert names(tmp_path) == []
