@@ -143,15 +143,6 @@ class Finished(msgspec.Struct):
         )
 
 
-class _Started(NamedTuple):
-    """A file that is being written."""
-
-    at_s: float
-    task: Task
-    in_place: Done | None
-    """What this rank has written, if not all had a copy."""
-
-
 class _File:
     """A file of a save, laid out and agreed on."""
 
@@ -164,7 +155,11 @@ class _File:
         """Records of which a snapshot has no copy."""
         self.replacement: Replacement | None = None
         """Rank 0's, from when it is written on."""
-        self.started: _Started | None = None
+        self.made_at_s = 0.0
+        self.task: Task | None = None
+        """From when the file is made."""
+        self.done_in_place: Done | None = None
+        """What this rank has written, if not all had a copy."""
         self.is_written = False
 
     def bytes_of(self, rank: int) -> int:
@@ -294,8 +289,13 @@ class Save:
 
         threads: as `write` has them.
         """
-        for file in self._unwritten:
-            self._start(file, threads)
+        made = [file for file in self._unwritten if file.task is None]
+        # All first: if there is no room for one, nothing is written.
+        for file in made:
+            self._make(file)
+        for file in made:
+            if file.in_place:
+                self._write_in_place(file, threads)
 
     def write(
         self,
@@ -312,15 +312,14 @@ class Save:
         then: what rank 0 does when they have their names, before other saves that have a `then`
             give names in this directory.
         """
+        self.start(threads=threads)
         finished, unwritten = list[Finished](), self._unwritten
-        first = unwritten[0].started or self._start(unwritten[0], threads)
+        since_s = unwritten[0].made_at_s
         for file in unwritten:
             is_last = file is unwritten[-1]
             commits = functools.partial(self._commit, then=then)
             last = commits if commit and is_last else None
-            finished.append(
-                self._write(file, durable, threads=threads, since_s=first.at_s, then=last)
-            )
+            finished.append(self._write(file, durable, threads=threads, since_s=since_s, then=last))
         return Finished(
             total_bytes=sum(each.total_bytes for each in finished),
             write_s=finished[-1].write_s,
@@ -356,21 +355,21 @@ class Save:
         """Rank 0's."""
         return [file.replacement for file in self._files if file.replacement is not None]
 
-    def _start(self, file: _File, threads: int | None) -> _Started:
-        """Have rank 0 make one, and write what has no copy."""
-        at_s = time.monotonic()
+    def _make(self, file: _File) -> None:
+        """Have rank 0 make one."""
+        file.made_at_s = time.monotonic()
         addresses = {number: file.offered.addresses[number] for number in file.plan.gathered}
         located = Located(os.getpid(), addresses)
         with naming(file.path):
-            task = self._peers.exchange("share", located, file.make, of=Task)
-        in_place = None
-        if file.in_place:
-            share, _ = file.plan.share(self._peers.rank).of(file.in_place)
-            # No other rank reads these.
-            own = Task(task.temporary_path, {})
-            in_place = self._write_share(file, share, own, threads)
-        file.started = _Started(at_s, task, in_place)
-        return file.started
+            file.task = self._peers.exchange("share", located, file.make, of=Task)
+
+    def _write_in_place(self, file: _File, threads: int | None) -> None:
+        """Write what has no copy."""
+        assert file.task is not None
+        share, _ = file.plan.share(self._peers.rank).of(file.in_place)
+        # No other rank reads these.
+        own = Task(file.task.temporary_path, {})
+        file.done_in_place = self._write_share(file, share, own, threads)
 
     def _write(
         self,
@@ -383,15 +382,15 @@ class Save:
     ) -> Finished:
         """Write this rank's share of one; `then` rank 0 does something before anybody returns.
 
-        since_s: when the first of several was started. then: told whether a rank wants `durable`.
+        since_s: when the first of several was made. then: told whether a rank wants `durable`.
         """
-        started = file.started or self._start(file, threads)
+        assert file.task is not None
         _, share = file.plan.share(self._peers.rank).of(file.in_place)
-        if started.in_place is not None:
-            put_crc32(share.texts, [started.in_place.crcs], file.container)
-        done = self._write_share(file, share, started.task, threads)
-        if started.in_place is not None:
-            done = started.in_place.and_then(done)
+        if file.done_in_place is not None:
+            put_crc32(share.texts, [file.done_in_place.crcs], file.container)
+        done = self._write_share(file, share, file.task, threads)
+        if file.done_in_place is not None:
+            done = file.done_in_place.and_then(done)
         done.durable = durable
 
         def finish(parts: list[Done]) -> list[Finished]:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from fpfs import client
 from fpfs.client import AsyncSaver, agreement, async_saving, planning, writing
 from fpfs.client.async_saving import FileToSave
+from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.shares import saving as shares_saving
 from fpfs.client.shares.gathering import verify
@@ -160,6 +161,24 @@ def test_several_files(tmp_path: Path) -> None:
             assert same(torch.load(tmp_path / "small.pt"), small)
             found = load_file(tmp_path / "large")
             assert same({name: found[name] for name in large}, large)
+
+
+def test_room_is_found_for_several_files_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = Replacement.reserve
+
+    def full_at_last(self: Replacement, size: int) -> None:
+        (full if self.path.endswith("1.pt") else reserve)(self, size)
+
+    monkeypatch.setattr(Replacement, "reserve", full_at_last)
+    with AsyncSaver(staging_bytes=0, strict=False) as saver:
+        files = [FileToSave(torch.ones(9), tmp_path / f"{number}.pt") for number in range(2)]
+        began = saver.save_files(files)
+    assert began.in_place_bytes > 0
+    assert "No space left" in str(began.durable.exception(60))
+    assert began.bytes_written == 0
+    assert os.listdir(tmp_path) == []
 
 
 class Training:

@@ -24,7 +24,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fpfs import client
 from fpfs.client import planning, safetensors, save_safetensors, saving, writing
+from fpfs.core import transfers
 from fpfs.core.temporary_names import make_temporary
+from tests.support.failures.calls import full
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, Named, odd_state, random_tensor
 
@@ -295,6 +297,24 @@ def test_a_failure_leaves_the_former_shards(
     }
     assert raised.value.filename == str(tmp_path / names[obstacle])
     assert contents(tmp_path) == before
+
+
+def test_room_is_found_for_all_shards_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = saving.Replacement.reserve
+
+    def full_at_last(self: saving.Replacement, size: int) -> None:
+        (full if self.path.endswith(".index.json") else reserve)(self, size)
+
+    monkeypatch.setattr(saving.Replacement, "reserve", full_at_last)
+    before = transfers.moved_bytes()
+    with pytest.raises(OSError, match="No space left"):
+        save_safetensors(
+            sizes_to_tensors([30, 30]), tmp_path / "model.safetensors", max_shard_bytes=30
+        )
+    assert transfers.moved_bytes() == before
+    assert contents(tmp_path) == {}
 
 
 def test_shards_get_their_names_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
