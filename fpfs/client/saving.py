@@ -234,11 +234,11 @@ class Save:
                 if file.uncopied is not None:
                     # The memory may be the next snapshot's.
                     stack.callback(file.uncopied.copies.wait)
-            if error is not None:
-                # First, or ranks that come late would only find that there is no file.
-                self._peers.tell(error)
             for replacement in self._replacements:
                 stack.callback(replacement.discard)
+            if error is not None:
+                # Before that, or ranks that come late would only find that there is no file.
+                self._peers.tell(error)
             if isinstance(error, RankFailed) and error.rank == 0 and error.gone:
                 # It made the files, and would have removed them. The mount may have gone with it.
                 for file in self._files:

@@ -280,17 +280,19 @@ class SharesSave:
             if self._uncopied is not None:
                 # The memory may be the next snapshot's.
                 stack.callback(self._uncopied.copies.wait)
+            removing = stack.enter_context(contextlib.ExitStack())
+            for files in (self._share, self._of_others):
+                if files is not None:
+                    stack.callback(files.discard)
             if error is not None:
+                # Before anything is undone. An interrupt may come while the store does not answer.
                 self._peers.tell(error)
                 stays = self._stays
                 if self._peers.rank == 0 or stays is None:
                     stays = self._peers.verdict(bool(stays))
                 # If nobody knows, it may be complete.
                 if stays is False:
-                    stack.callback(self._remove)
-            for files in (self._share, self._of_others):
-                if files is not None:
-                    stack.callback(files.discard)
+                    removing.callback(self._remove)
 
     def _remove(self) -> None:
         # What fails here is garbage that the next save removes.

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ import torch
 from hypothesis import given, settings
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fpfs.client import AsyncSaver, load, paths, save
+from fpfs.client import AsyncSaver, load, paths, save, saving
+from fpfs.client.peers import Alone
+from fpfs.client.shares import saving as shares_saving
+from fpfs.client.shares.saving import save_shares
 from fpfs.core.mounts import mount_containing
+from tests.support.failures.calls import full
 from tests.support.states import Custom, large_state, nested_states, same, some_states
 
 # torch's own, of types that it is not done with.
@@ -128,6 +133,29 @@ def test_the_file_before_stays_when_it_cannot_be_pickled(path: Path) -> None:
         save({"large": torch.zeros(10), "bad": lambda: None}, path)
     assert load(path) == {"step": 1}
     assert only(path)
+
+
+@pytest.mark.parametrize("how", [save, save_shares])
+def test_a_second_interrupt_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[..., object]
+) -> None:
+    """It comes while the other ranks are told of the first one, as when no store answers."""
+    there: list[str] = []
+
+    def tell(self: Alone, error: BaseException) -> None:
+        assert isinstance(error, OSError)
+        there.extend(os.listdir(tmp_path))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Alone, "tell", tell)
+    monkeypatch.setattr(saving, "write_share", full)
+    monkeypatch.setattr(shares_saving, "write", full)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        how({"weight": torch.ones(9)}, tmp_path / "state.pt" if how is save else tmp_path)
+    assert len(there) == 1, "they are told before anything is undone"
+    assert os.listdir(tmp_path) == []
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 class Bomb:
