@@ -251,7 +251,9 @@ class _Pickling:
                     if isinstance(obj, torch.Tensor):
                         # A dictionary's key is pickled before its value.
                         name = previous if isinstance(previous, str) else ""
-                        shape = "" if obj.is_nested else tuple(obj.shape)
+                        # Nested tensors have no shape, nor have a lazy module's yet.
+                        has_none = obj.is_nested or torch.nn.parameter.is_lazy(obj)
+                        shape = "" if has_none else tuple(obj.shape)
                         tensors.append(f"{name} {obj.dtype} {shape}")
                         return None
                     saved = torchs(self, obj)

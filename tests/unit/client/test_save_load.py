@@ -52,6 +52,20 @@ def test_both_ways_with_torch(path: Path, name: str) -> None:
     assert same(load(path, weights_only=False), state)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_parameters_of_lazy_modules(path: Path) -> None:
+    """They have no shape and no memory yet."""
+    state = {"lazy": torch.nn.LazyLinear(5).state_dict(), "other": torch.ones(3)}
+    save(state, path)
+    with AsyncSaver() as saver:
+        saver.save(state, path.with_name("beside.pt"))
+    for saved in (path, path.with_name("beside.pt")):
+        found = load(saved, weights_only=False)
+        assert all(map(torch.nn.parameter.is_lazy, found["lazy"].values()))
+        assert found["lazy"].keys() == state["lazy"].keys()
+        assert same(found["other"], state["other"])
+
+
 @settings(max_examples=60)
 @given(state=nested_states())
 def test_random_states(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
