@@ -321,7 +321,9 @@ def _fill_block(
         block = block.conj()
     if source.is_neg():
         block = torch._neg_view(block)  # noqa: SLF001
-    with torch.no_grad():
+    # What is made in inference mode can be changed in it alone.
+    mode = torch.inference_mode if target.is_inference() else torch.no_grad
+    with mode():
         target.copy_(block)
 
 

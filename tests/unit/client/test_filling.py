@@ -107,6 +107,20 @@ def test_views(tmp_path: Path, saved: torch.Tensor) -> None:
     assert torch.equal(target, saved)
 
 
+@pytest.mark.parametrize("mode", [False, True])
+def test_tensors_of_inference_mode(tmp_path: Path, mode: bool) -> None:
+    path = tmp_path / "state.pt"
+    saved = torch.arange(6.0).reshape(2, 3)
+    torch.save([saved] * 4, path)
+    with torch.inference_mode():
+        into = [torch.zeros(2, 3), torch.zeros(2, 3).double(), torch.zeros(3, 2).t()]
+    assert all(tensor.is_inference() for tensor in into)
+    into.append(torch.zeros(3, 2).t())
+    with torch.inference_mode(mode=mode):
+        client.load(path, into=into)
+    assert [tensor.tolist() for tensor in into] == [saved.tolist()] * 4
+
+
 def test_torch_counts_what_is_changed(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     given = torch.ones(6, requires_grad=True)
