@@ -42,7 +42,10 @@ class Held(NamedTuple):
         return any(begin <= first and first + tensor.nbytes <= end for begin, end in found)
 
     def check(self) -> None:
-        """Raise RuntimeError if one has changed, as far as torch counts changes."""
+        """Raise RuntimeError if one has changed, as far as torch counts changes.
+
+        It counts one when it has made it, so of one that is being made nothing is known.
+        """
         for tensor, version in self.versions:
             if tensor._version != version:  # noqa: SLF001 torch has no other name for it
                 raise RuntimeError(
