@@ -8,8 +8,11 @@ Invariants:
     durable; if that fails, it stays.
   * What a save has failed of is raised by the next call, at the latest when the run ends. The next
     save is made all the same.
-  * A file that two have saved at one step is removed when both want that: the second callback was
-    given the name of the first one's, which was not there yet.
+  * For ModelCheckpoint, which gives a file a name that does not exist yet, a file that is being
+    saved exists, and one that waits to be removed does not: names and files are those of
+    Lightning's own plugin. Otherwise another callback's file, or a worse model's, would replace one
+    that is being saved. Lightning asks the filesystem, and no plugin: so `file_exists`, a public
+    method of ModelCheckpoint, is replaced when the plugin is made.
 
 Concurrency: as Lightning uses it: one thread, also in a handler of a signal that interrupts it.
 """
@@ -38,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 BASES = ("lightning.fabric", "lightning_fabric")
 """Two packages have the same classes: `lightning`, and what `pytorch_lightning` is made of."""
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+
+_asking: set[type] = set()
+"""Classes of ModelCheckpoint that ask the plugin what exists."""
 
 
 class FpfsCheckpointIO:
@@ -77,13 +84,15 @@ class FpfsCheckpointIO:
         """The last one, until somebody has waited for it."""
         self._obsolete: list[str] = []
         """Removed when the last save has succeeded."""
-        self._saved: dict[str, tuple[Any, int]] = {}
-        """Of which step each file is, and how often it was saved at that."""
         self._removing = threading.RLock()
         for base in BASES:
             module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
             if module is not None:
                 module.CheckpointIO.register(type(self))
+        for trainer in TRAINERS:
+            module = sys.modules.get(f"{trainer}.callbacks.model_checkpoint")
+            if module is not None:
+                _have_it_ask(module.ModelCheckpoint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(type(self), asynchronous=self._asynchronous, **self._options)
@@ -116,16 +125,9 @@ class FpfsCheckpointIO:
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
             save(checkpoint, name, group=ALONE, durable=True)
-        self._count(os.path.abspath(name), checkpoint.get("global_step"))
         # The log has said it; a job whose last checkpoint is durable is to be queued again.
         if failed is not None and not _is_last_of_job(name):
             raise failed
-
-    def _count(self, name: str, step: Any) -> None:
-        """Note that a file was saved."""
-        of_step, times = self._saved.get(name, (None, 0))
-        is_again = step is not None and step == of_step
-        self._saved[name] = (step, times + 1 if is_again else 1)
 
     def load_checkpoint(
         self,
@@ -141,15 +143,24 @@ class FpfsCheckpointIO:
         )
         return loaded
 
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a file is there, or is being saved; not of one that waits to be removed."""
+        name = _local(path)
+        self._forget_of_parent()
+        file = os.path.realpath(name)
+        with self._removing:
+            if not {os.path.abspath(name), file}.isdisjoint(self._obsolete):
+                return False
+        # It is asked first, since the file may appear now.
+        saving = self._saving
+        is_being_saved = saving is not None and saving.path == file and not saving.durable.done()
+        return is_being_saved or os.path.exists(name)
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or a directory, if it is there: after the save that is under way."""
         # Of a link, the link.
         name = os.path.abspath(_local(path))
         self._forget_of_parent()
-        step, times = self._saved.pop(name, (None, 1))
-        if times > 1:
-            self._saved[name] = (step, times - 1)
-            return
         with self._removing:
             if self._saving is not None and not _has_succeeded(self._saving.durable):
                 self._obsolete.append(name)
@@ -192,7 +203,7 @@ class FpfsCheckpointIO:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._saver = self._saving = None
-            self._obsolete, self._saved = [], {}
+            self._obsolete = []
             self._removing = threading.RLock()
 
     def _remove_obsolete(self, durable: Future[Saved]) -> None:
@@ -212,6 +223,26 @@ class FpfsCheckpointIO:
             for name in self._obsolete:
                 logger.warning("%s stays, since the checkpoint after it was not saved", name)
             self._obsolete = []
+
+
+def _have_it_ask(model_checkpoint: Any) -> None:
+    """Make a class's `file_exists`, whose answer names files, that of a Trainer's plugin."""
+    if model_checkpoint in _asking:
+        return
+    _asking.add(model_checkpoint)
+    by_itself = model_checkpoint.file_exists
+
+    @functools.wraps(by_itself)
+    def file_exists(callback: Any, filepath: str | os.PathLike[str], trainer: Any) -> bool:
+        strategy = trainer.strategy
+        plugin = strategy.checkpoint_io
+        if not isinstance(plugin, FpfsCheckpointIO):
+            return bool(by_itself(callback, filepath, trainer))
+        name = _local(filepath)  # raises on all ranks
+        # Rank 0 saves.
+        return bool(strategy.broadcast(strategy.is_global_zero and plugin.exists(name)))
+
+    model_checkpoint.file_exists = file_exists
 
 
 def _is_within_run(checkpoint: dict[str, Any]) -> bool:

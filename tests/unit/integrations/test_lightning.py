@@ -218,23 +218,6 @@ def test_a_run_after_the_end_of_another(plugin: FpfsCheckpointIO, tmp_path: Path
         assert_is(torch.load(tmp_path / "behind.ckpt"), seed)
 
 
-def test_a_file_that_two_have_saved(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:
-    """At one step, by one name, which was not there yet: it goes when both have done with it."""
-    path = tmp_path / "epoch=0-step=2.ckpt"
-    for _ in range(2):
-        plugin.save_checkpoint(checkpoint(1) | {"global_step": 2}, path)
-    plugin.wait()
-    plugin.remove_checkpoint(path)
-    assert path.exists()
-    plugin.remove_checkpoint(path)
-    assert not path.exists()
-    for step in (3, 4):
-        plugin.save_checkpoint(checkpoint(1) | {"global_step": step}, path)
-    plugin.wait()
-    plugin.remove_checkpoint(path)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_save_after_one_that_failed_is_made(
     plugin: FpfsCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_last: bool
