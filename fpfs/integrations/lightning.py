@@ -85,6 +85,10 @@ class FpfsCheckpointIO:
         self._obsolete: list[str] = []
         """Removed when the last save has succeeded."""
         self._removing = threading.RLock()
+        self._has_broken_off = False
+        """Whether an exception has ended the last run, and no other one is known."""
+        self._broke_at: int | None = None
+        """The step of what was saved first since then."""
         for base in BASES:
             module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
             if module is not None:
@@ -120,7 +124,7 @@ class FpfsCheckpointIO:
         os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
         # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
         has_an_end = _is_within_run(checkpoint) and not _is_last_of_job(name)
-        if self._asynchronous and has_an_end:
+        if self._asynchronous and has_an_end and not self._is_behind_exception(checkpoint):
             self._saving = self._opened().save(checkpoint, name)
             self._saving.durable.add_done_callback(self._remove_obsolete)
         else:
@@ -186,12 +190,25 @@ class FpfsCheckpointIO:
 
     def teardown(self) -> None:
         """Lightning's run ends: wait, and give the memory back; the next save takes it again."""
+        # Lightning calls it where it handles what has ended a run, if it was an exception.
+        self._has_broken_off, self._broke_at = sys.exc_info()[1] is not None, None
         try:
             self.wait()
         finally:
             saver, self._saver = self._saver, None
             if saver is not None:
                 saver.close()
+
+    def _is_behind_exception(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether no run is known since an exception has ended one, whose loops say nothing of it.
+
+        Until steps are made: what the next run saves first is taken for what belongs to the last.
+        """
+        step = checkpoint.get("global_step")
+        if self._broke_at is None:
+            self._broke_at = step
+        self._has_broken_off = self._has_broken_off and step == self._broke_at
+        return self._has_broken_off
 
     def _opened(self) -> AsyncSaver:
         if self._saver is None:

@@ -15,6 +15,8 @@ import torch
 from fpfs.client import async_saving
 from fpfs.client.saving import Save
 from fpfs.integrations.lightning import FpfsCheckpointIO
+from tests.support.failures.calls import full
+from tests.support.states import flushed_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Lightning's, of small data and few processes."""
@@ -148,3 +150,42 @@ def test_names_and_files_are_those_of_lightnings_own(
     for own, theirs in zip(callbacks["fpfs"], callbacks["itself"], strict=True):
         for name in ("best_model_path", "last_model_path"):
             assert Path(getattr(own, name)).name == Path(getattr(theirs, name)).name
+
+
+def fourth_step_breaks(trainer: Any, *_: Any) -> None:
+    if trainer.global_step == 3:
+        raise ZeroDivisionError
+
+
+def test_what_is_saved_behind_an_exception_is_durable(
+    package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops say that an epoch is under way still. The next run saves beside training again."""
+    beside: list[str] = []
+    save = async_saving.AsyncSaver.save
+
+    def noted(saver: Any, state: Any, path: str) -> Any:
+        beside.append(Path(path).name)
+        return save(saver, state, path)
+
+    monkeypatch.setattr(async_saving.AsyncSaver, "save", noted)
+    breaks = package.callbacks.LambdaCallback(on_train_batch_start=fourth_step_breaks)
+    keep = package.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
+    plugin = FpfsCheckpointIO()
+    trainer = trainer_of(package, plugin, max_epochs=4, callbacks=[keep, breaks])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model_of(package))
+    assert beside == ["epoch=0-step=2.ckpt"]
+    for _ in range(2):
+        with flushed_files() as flushed:
+            trainer.save_checkpoint(tmp_path / "rescue.ckpt")
+        assert flushed == ["rescue.ckpt"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fpfs.client.writing.write_pieces", full)
+        with pytest.raises(OSError, match=r"No space left on device.*rescue\.ckpt"):
+            trainer.save_checkpoint(tmp_path / "rescue.ckpt")
+    assert beside == ["epoch=0-step=2.ckpt"]
+    assert left_in(tmp_path)["rescue.ckpt"] == (3, True)
+    keep = package.callbacks.ModelCheckpoint(dirpath=tmp_path / "again", save_top_k=-1)
+    trainer_of(package, plugin, max_epochs=3, callbacks=[keep]).fit(model_of(package))
+    assert beside[1:] == [f"epoch={n}-step={2 * n + 2}.ckpt" for n in range(3)]
