@@ -302,6 +302,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
                 self._finished,
                 folder,
                 name,
+                before=_checkpoints(output),
                 limit=args.save_total_limit,
                 best=best and os.path.abspath(best),
             )
@@ -352,6 +353,7 @@ def _finish(
     name: str,
     durable: Future[Saved],
     *,
+    before: list[tuple[int, int, str]],
     limit: int | None,
     best: str | None,
 ) -> None:
@@ -363,12 +365,12 @@ def _finish(
         else:
             for path in [*(each.path for each in os.scandir(folder)), folder]:
                 flush(path)
-            former = os.path.join(output, FORMER + name)
+            former, place = os.path.join(output, FORMER + name), os.path.join(output, name)
             with contextlib.suppress(FileNotFoundError):
-                os.rename(os.path.join(output, name), former)
-            os.rename(folder, os.path.join(output, name))
+                os.rename(place, former)
+            os.rename(folder, place)
             flush(output)
-            for old in [former, *_obsolete(output, limit, newest=name, best=best)]:
+            for old in [former, *_obsolete(before, limit, newest=place, best=best)]:
                 _remove_quietly(old)
     except BaseException as error:  # noqa: BLE001 who waits raises it
         logger.error("%s: %s: %s", folder, type(error).__name__, error)
@@ -379,25 +381,29 @@ def _finish(
         finished.set_result(None)
 
 
-def _obsolete(output: str, limit: int | None, *, newest: str, best: str | None) -> list[str]:
-    """The checkpoints that go: the oldest beyond `limit`. One of another run may have more steps.
-
-    newest: has just been saved; what is as new is somebody else's. best: Trainer knows it as that.
-    """
-    if limit is None or limit <= 0:
-        return []
+def _checkpoints(output: str) -> list[tuple[int, int, str]]:
+    """When each changed, its step, and its path: the oldest first. Steps may be another run's."""
     found = []
     for each in os.scandir(output):
         match = _CHECKPOINT.fullmatch(each.name)
         if match is not None and each.is_dir():
             found.append((each.stat().st_mtime_ns, int(match[1]), each.path))
-    saved_ns = next(when for when, _, path in found if os.path.basename(path) == newest)
-    kept = {os.path.realpath(os.path.join(output, newest)), best and os.path.realpath(best)}
-    older = [
-        path
-        for when, _, path in sorted(found)
-        if when <= saved_ns and os.path.realpath(path) not in kept
-    ]
+    return sorted(found)
+
+
+def _obsolete(
+    before: list[tuple[int, int, str]], limit: int | None, *, newest: str, best: str | None
+) -> list[str]:
+    """The checkpoints that go: the oldest beyond `limit`.
+
+    before: were there when the save of `newest` began. What Trainer has saved by itself since then
+        stays: it is of more steps. best: Trainer knows it as that.
+    """
+    if limit is None or limit <= 0:
+        return []
+    found = _checkpoints(os.path.dirname(newest))
+    kept = {os.path.realpath(newest), best and os.path.realpath(best)}
+    older = [each[2] for each in before if each in found and os.path.realpath(each[2]) not in kept]
     return older[: max(0, len(found) - limit)]
 
 

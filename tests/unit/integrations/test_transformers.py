@@ -251,22 +251,50 @@ def test_what_another_run_has_left_goes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "gone"),
-    [(None, []), (0, []), (1, [108, 2, 16]), (2, [108, 2, 16]), (3, [108, 2]), (5, []), (9, [])],
+    [(None, []), (0, []), (1, [108, 2, 16]), (3, [108, 2, 16]), (4, [108, 2]), (6, []), (9, [])],
 )
 def test_which_ones_go(tmp_path: Path, limit: int | None, gone: list[int]) -> None:
     """The oldest, of those of an age the ones of fewer steps; not what was saved now, or later."""
-    for step, age_s in ((2, 50), (4, 10), (16, 50), (108, 70), (300, 5)):
+    for step, age_s in ((2, 50), (4, 10), (16, 50), (108, 70), (300, 60)):
         path = tmp_path / f"checkpoint-{step}"
         path.mkdir()
         os.utime(path, (1000 - age_s, 1000 - age_s))
     (tmp_path / "checkpoint-x").mkdir()
     (tmp_path / "checkpoint-1").touch()
     (tmp_path / "runs").mkdir()
-    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4", best=None)
+    before = transformers._checkpoints(str(tmp_path))
+    (tmp_path / "checkpoint-300" / "saved again").touch()
+    (tmp_path / "checkpoint-6").mkdir()
+    newest = str(tmp_path / "checkpoint-4")
+    found = transformers._obsolete(before, limit, newest=newest, best=None)
     assert found == [str(tmp_path / f"checkpoint-{step}") for step in gone]
     best = tmp_path / "checkpoint-108"
-    found = transformers._obsolete(str(tmp_path), limit, newest="checkpoint-4", best=str(best))
-    assert str(best) not in found
+    assert str(best) not in transformers._obsolete(before, limit, newest=newest, best=str(best))
+
+
+class Saves(TrainerCallback):
+    """Has Trainer save by itself after the third step, as it does before SIGTERM ends it."""
+
+    def __init__(self, trainer: Trainer, hold: Hold) -> None:
+        self.trainer, self.hold = trainer, hold
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            control.should_training_stop = True
+            self.hold.go.set()
+
+
+def test_what_trainer_saves_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even beyond the limit: it has more steps than what is saved beside training."""
+    trainer_of(tmp_path, 2, by_fpfs=True, save_steps=1).train()
+    trainer = trainer_of(tmp_path, 6, by_fpfs=True, save_total_limit=1)
+    trainer.add_callback(Saves(trainer, Hold(monkeypatch)))
+    trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert state_of(tmp_path / "checkpoint-3")["global_step"] == 3
 
 
 def test_what_cannot_be_removed_stops_nobody(
