@@ -237,6 +237,10 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             "it pushes to the hub": args.push_to_hub,
             "it searches hyperparameters": trainer.hp_search_backend is not None,
             "FSDP saves": trainer.is_fsdp_enabled,
+            # All ranks save its weights, and wait for each other in save_pretrained.
+            "the model was sharded when it was loaded": getattr(
+                trainer, "is_distributed_loading_by_transformers", False
+            ),
             "DeepSpeed saves": trainer.is_deepspeed_enabled,
             "the model has adapters": getattr(trainer.model, "peft_config", None),
             "the model is quantized": getattr(trainer.model, "hf_quantizer", None),

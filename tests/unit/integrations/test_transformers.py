@@ -376,6 +376,18 @@ def test_what_trainer_saves_otherwise(tmp_path: Path, caplog: pytest.LogCaptureF
     assert any("eval_b_loss" in entry for entry in last)
 
 
+def test_a_model_that_was_sharded_when_it_was_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks save it: rank 0 would wait for ever in save_pretrained."""
+    model = gpt()
+    model._is_distributed_loading_by_transformers = True
+    trainer = trainer_of(tmp_path, 2, by_fpfs=True, model=lambda: model, save_only_model=True)
+    trainer.train()
+    assert "Trainer saves by itself: the model was sharded when it was loaded" in caplog.text
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
 class Breaks(Rows):
     """The thirteenth row that is drawn, of the fourth step, breaks."""
 
