@@ -12,7 +12,7 @@ Invariants:
     saved exists, and one that waits to be removed does not: names and files are those of
     Lightning's own plugin. Otherwise another callback's file, or a worse model's, would replace one
     that is being saved. Lightning asks the filesystem, and no plugin: so `file_exists`, a public
-    method of ModelCheckpoint, is replaced when the plugin is made.
+    method of ModelCheckpoint, is replaced when this is imported, or a plugin made.
 
 Concurrency: as Lightning uses it: one thread, also in a handler of a signal that interrupts it.
 """
@@ -89,14 +89,7 @@ class FpfsCheckpointIO:
         """Whether an exception has ended the last run, and no other one is known."""
         self._broke_at: int | None = None
         """The step of what was saved first since then."""
-        for base in BASES:
-            module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
-            if module is not None:
-                module.CheckpointIO.register(type(self))
-        for trainer in TRAINERS:
-            module = sys.modules.get(f"{trainer}.callbacks.model_checkpoint")
-            if module is not None:
-                _have_it_ask(module.ModelCheckpoint)
+        _make_known()
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(type(self), asynchronous=self._asynchronous, **self._options)
@@ -242,6 +235,18 @@ class FpfsCheckpointIO:
             self._obsolete = []
 
 
+def _make_known() -> None:
+    """Tell the packages of Lightning that are imported by now."""
+    for base in BASES:
+        module = sys.modules.get(f"{base}.plugins.io.checkpoint_io")
+        if module is not None:
+            module.CheckpointIO.register(FpfsCheckpointIO)
+    for trainer in TRAINERS:
+        module = sys.modules.get(f"{trainer}.callbacks.model_checkpoint")
+        if module is not None:
+            _have_it_ask(module.ModelCheckpoint)
+
+
 def _have_it_ask(model_checkpoint: Any) -> None:
     """Make a class's `file_exists`, whose answer names files, that of a Trainer's plugin."""
     if model_checkpoint in _asking:
@@ -300,5 +305,8 @@ def _remove(name: str) -> None:
         else:
             os.unlink(name)
 
+
+# LightningCLI looks at the class before it makes a plugin.
+_make_known()
 
 __all__ = ["FpfsCheckpointIO"]

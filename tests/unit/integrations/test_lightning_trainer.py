@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 
 from fpfs.client import async_saving
 from fpfs.client.saving import Save
+from fpfs.integrations import lightning
 from fpfs.integrations.lightning import FpfsCheckpointIO
 from tests.support.failures.calls import full
 from tests.support.states import flushed_files
@@ -189,3 +191,17 @@ def test_what_is_saved_behind_an_exception_is_durable(
     keep = package.callbacks.ModelCheckpoint(dirpath=tmp_path / "again", save_top_k=-1)
     trainer_of(package, plugin, max_epochs=3, callbacks=[keep]).fit(model_of(package))
     assert beside[1:] == [f"epoch={n}-step={2 * n + 2}.ckpt" for n in range(3)]
+
+
+def test_a_class_is_known_before_a_plugin_is_made(
+    package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LightningCLI takes `--trainer.plugins=fpfs.integrations.lightning.FpfsCheckpointIO`."""
+    checkpoint_class = package.callbacks.ModelCheckpoint
+    monkeypatch.setattr(checkpoint_class, "file_exists", checkpoint_class.file_exists)
+    spec = importlib.util.spec_from_file_location("imported_again", lightning.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert issubclass(again.FpfsCheckpointIO, package.plugins.CheckpointIO)
