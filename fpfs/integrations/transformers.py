@@ -9,6 +9,8 @@ Invariants:
   * What is saved is what Trainer would have saved: when it has logged and evaluated what belongs to
     the step, and before the next batch is drawn.
   * An older checkpoint goes (`save_total_limit`) when the new one is durable.
+  * Training that begins again in a process finds what that process has saved: the callback has
+    its Trainer's `train` wait for it first.
 
 Concurrency: events come in the training thread; `_finish` runs in the thread that saves.
 """
@@ -113,6 +115,15 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         self._finished: Future[None] | None = None
         """Of the last save, on the rank that gives it its name."""
         self._said = False
+        train = trainer.train
+
+        @functools.wraps(train)
+        def train_when_saved(*arguments: Any, **words: Any) -> Any:
+            # Trainer looks for the last checkpoint before any event.
+            self._by_all(self._wait_for_all)
+            return train(*arguments, **words)
+
+        trainer.train = train_when_saved
 
     # --- events: the method of each is called with arguments, state and control ---
 
@@ -184,6 +195,14 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
                 finished.exception(self._timeout_s)
         if finished is not None:
             finished.result(self._timeout_s)
+
+    def _wait_for_all(self) -> None:
+        """Return when this process writes no checkpoint there, by whatever Trainer."""
+        self.wait()
+        output = os.path.abspath(self._trainer.args.output_dir)
+        for folder, finished in list(_under_way.items()):
+            if os.path.dirname(folder) == output:
+                finished.exception(self._timeout_s)
 
     # --- saving ---
 

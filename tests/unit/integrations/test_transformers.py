@@ -352,6 +352,35 @@ def test_a_run_that_begins_anew(
         assert same(found, load_file(tmp_path / "own" / "checkpoint-4" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_run_that_goes_on_in_the_same_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """It finds the checkpoint that is still being saved: nothing is written until it waits."""
+    hold = Hold(monkeypatch)
+    wait = FpfsCallback.wait
+
+    def let_go_and_wait(callback: FpfsCallback) -> None:
+        if hold.began.is_set():
+            hold.go.set()
+        wait(callback)
+
+    monkeypatch.setattr(FpfsCallback, "wait", let_go_and_wait)
+    trainer = trainer_of(tmp_path / "run", 4, by_fpfs=True)
+    trainer.add_callback(Interrupts(2))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert hold.began.wait(60)
+    assert checkpoints(tmp_path / "run") == [f"{UNFINISHED}checkpoint-2"]
+    if is_new:
+        trainer = trainer_of(tmp_path / "run", 4, by_fpfs=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    expected = trainer_of(tmp_path / "own", 4, by_fpfs=False)
+    expected.train()
+    assert same(weights(trainer), weights(expected))
+
+
 class SavesMore(Trainer):  # type: ignore[misc]
     """Has something besides."""
 
