@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/crc32c.h"
 
@@ -63,6 +65,30 @@ std::string encode(const std::vector<WrittenExtent>& extents) {
   }
   return payload;
 }
+
+// Ranges of blocks, apart from each other.
+class Ranges {
+ public:
+  // Whether all of it was there.
+  bool add(uint64_t begin, uint64_t end) {
+    auto next = ranges_.upper_bound(begin);
+    if (next != ranges_.begin() && std::prev(next)->second >= begin) {
+      --next;
+      if (next->second >= end) return true;
+      begin = next->first;
+    }
+    while (next != ranges_.end() && next->first <= end) {
+      end = std::max(end, next->second);
+      next = ranges_.erase(next);
+    }
+    ranges_[begin] = end;
+    return false;
+  }
+  void clear() { ranges_.clear(); }
+
+ private:
+  std::map<uint64_t, uint64_t> ranges_;
+};
 
 // False where the payload says that it is longer than it is.
 bool decode_extents(std::string_view payload, std::vector<WrittenExtent>& extents) {
@@ -180,7 +206,11 @@ Status Journal::make_room(uint64_t bytes) {
   // Moving pays when at least half of the bytes need not be moved.
   if (live_bytes_ <= (end_ - kFirst) / 2 && compact() && end_ + bytes <= there_[current_])
     return {};
-  return extend(current_, end_ + bytes);
+  Status status = extend(current_, end_ + bytes);
+  // Worth a look at all of them when there are an eighth more.
+  if (status.ok() || live_bytes_ - unreplaced_bytes_ < (end_ - kFirst) / 8) return status;
+  forget_replaced();
+  return compact() ? extend(current_, end_ + bytes) : std::move(status);
 }
 
 void Journal::put(uint64_t at, arena::ChangeHead head, std::string_view payload) {
@@ -246,6 +276,32 @@ void Journal::forget(uint64_t ino, uint64_t sequence) {
   for (auto gone = records.begin(); gone != settled; ++gone) live_bytes_ -= gone->bytes;
   records.erase(records.begin(), settled);
   if (records.empty()) live_.erase(it);
+  unreplaced_bytes_ = std::min(unreplaced_bytes_, live_bytes_);
+}
+
+// Records of places for which there are later ones of the same version: what comes of the others is
+// the same.
+void Journal::forget_replaced() {
+  for (auto& [ino, records] : live_) {
+    Ranges later;
+    for (auto record = records.rbegin(); record != records.rend(); ++record) {
+      const char* at = area(current_) + record->at;
+      arena::ChangeHead head{};
+      std::memcpy(&head, at, sizeof head);
+      if (head.kind == arena::Change::None) continue;
+      if (head.kind != arena::Change::Extents && head.kind != arena::Change::Erase) {
+        later.clear();
+        continue;
+      }
+      bool is_replaced = true;
+      for (const auto& [extent, checksums] : decode(head, at + sizeof head).extents) {
+        if (!later.add(extent.block, extent.end())) is_replaced = false;
+      }
+      if (is_replaced) live_bytes_ -= std::exchange(record->bytes, 0);
+    }
+    std::erase_if(records, [](const Record& record) { return record.bytes == 0; });
+  }
+  unreplaced_bytes_ = live_bytes_;
 }
 
 void Journal::settle(uint64_t ino, uint64_t sequence) {
@@ -270,7 +326,7 @@ void Journal::settle(uint64_t ino, uint64_t sequence) {
 // Nothing in the journal matters any more. A new generation ends what the area held.
 void Journal::start_over() {
   live_.clear();
-  live_bytes_ = 0;
+  live_bytes_ = unreplaced_bytes_ = 0;
   end_ = kFirst;
   publish_end();  // first: records of the old generation would be missing otherwise
   write_area(current_, generation_ += arena::kGenerationStep);

@@ -3,7 +3,8 @@
 // A chunk that has reached its device leaves staging, but the catalog learns of its place only at
 // the commit. Until then the journal says where it lies; and that a file was truncated, punched,
 // closed. Records are in the arena's file, in one of two areas. When most of the used one is about
-// contents that have been committed meanwhile, what is left moves to the other.
+// contents that have been committed meanwhile, what is left moves to the other; of one that is full
+// of what has not, as of a file that is written at random places, what later records replace goes.
 //
 // Invariants: records of one inode are in the order of its changes. A record is whole before it is
 //   believed: its checksum is stored last.
@@ -104,6 +105,7 @@ class Journal {
   Status extend(unsigned index, uint64_t bytes) REQUIRES(mutex_);
   void put(uint64_t at, arena::ChangeHead head, std::string_view payload) REQUIRES(mutex_);
   void forget(uint64_t ino, uint64_t sequence) REQUIRES(mutex_);
+  void forget_replaced() REQUIRES(mutex_);
   void start_over() REQUIRES(mutex_);
   bool compact() REQUIRES(mutex_);
 
@@ -119,6 +121,7 @@ class Journal {
   uint64_t end_ GUARDED_BY(mutex_) = 0;            // of the records in the current area
   uint64_t there_[2] GUARDED_BY(mutex_) = {0, 0};  // bytes of each area that have memory
   uint64_t live_bytes_ GUARDED_BY(mutex_) = 0;
+  uint64_t unreplaced_bytes_ GUARDED_BY(mutex_) = 0;  // of these, when it was looked last
   Live live_ GUARDED_BY(mutex_);
 };
 

@@ -6,8 +6,12 @@
 #include <doctest/doctest.h>
 #include <signal.h>
 
+#include <map>
+#include <random>
+
 #include "base/file_descriptor.h"
 #include "staging/journal.h"
+#include "support/engine_fixture.h"
 
 namespace fpfs::testing {
 namespace {
@@ -60,6 +64,28 @@ WrittenExtent extent_at(uint64_t block) {
 std::vector<uint64_t> sizes(const std::vector<JournalEntry>& entries) {
   std::vector<uint64_t> result;
   for (const JournalEntry& entry : entries) result.push_back(entry.state.size);
+  return result;
+}
+
+// What comes of records of one inode: where each block lies at each change that is not of places.
+using Places = std::map<uint64_t, std::pair<uint64_t, uint64_t>>;
+std::vector<std::pair<arena::Change, Places>> come_of(const std::vector<JournalEntry>& entries,
+                                                      uint64_t ino) {
+  std::vector<std::pair<arena::Change, Places>> result;
+  Places now;
+  for (const JournalEntry& entry : entries) {
+    if (entry.state.ino != ino) continue;
+    for (const auto& [extent, checksums] : entry.extents) {
+      for (uint64_t i = 0; i < extent.count; ++i) {
+        now.erase(extent.block + i);
+        if (entry.kind == arena::Change::Erase) continue;
+        now[extent.block + i] = {extent.place.object, extent.place.object_block + i};
+      }
+    }
+    if (entry.kind == arena::Change::Extents || entry.kind == arena::Change::Erase) continue;
+    result.emplace_back(entry.kind, now);
+  }
+  result.emplace_back(arena::Change::None, now);
   return result;
 }
 
@@ -246,6 +272,39 @@ TEST_CASE("journal: a full one says so, and takes records again when others are 
   journal.settle(4, UINT64_MAX);
   REQUIRE(journal.note(state_of(3, 2), arena::Change::None).ok());
   CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{1, 2});
+}
+
+TEST_CASE("journal: of what is written over and over it has the last places, and room for more") {
+  constexpr arena::Change kOthers[] = {arena::Change::Begun, arena::Change::Reached,
+                                       arena::Change::Closed, arena::Change::Truncate,
+                                       arena::Change::Lost};
+  Memory memory(256 * 1024);
+  Memory all(16 * 1024 * 1024);
+  const uint64_t seed = test_seed();
+  CAPTURE(seed);
+  std::mt19937_64 random(seed);
+  for (uint64_t i = 0; i < 30'000; ++i) {  // 3 MB of records, in areas of 256 KiB
+    const FileState state = state_of(3 + random() % 2, i);
+    const uint64_t block = random() % 50;
+    const bool is_other = i % 1500 == 0;
+    for (Journal* journal : {memory.journal.get(), all.journal.get()}) {
+      if (is_other) {
+        REQUIRE(journal->note(state, kOthers[i / 1500 % 5]).ok());
+      } else if (i % 3 == 0) {
+        REQUIRE(journal->note_erased(state, block, 1 + i % 7).ok());
+      } else {
+        WrittenExtent first = extent_at(block);
+        WrittenExtent second = extent_at(block + 20);
+        first.extent.place.object = second.extent.place.object = i;
+        REQUIRE(journal->note_extents(state, {first, second}).ok());
+      }
+    }
+  }
+  const auto found = memory.recovered();
+  const auto expected = all.recovered();
+  CHECK(found.size() < expected.size() / 10);
+  CHECK(found.back().state.size == expected.back().state.size);
+  for (const uint64_t ino : {3, 4}) CHECK(come_of(found, ino) == come_of(expected, ino));
 }
 
 }  // namespace fpfs::testing
