@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/spans.h"
 #include "file/file.h"
 
 namespace fpfs {
@@ -15,31 +16,6 @@ namespace {
 alignas(4096) char zeros[kBlockBytes];
 
 uint64_t blocks_up(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes; }
-
-// Ranges of blocks of one object.
-using Spans = std::map<uint64_t, uint64_t>;  // begin -> end, disjoint
-
-void add_span(Spans& spans, uint64_t begin, uint64_t end) {
-  auto it = spans.upper_bound(begin);
-  if (it != spans.begin() && std::prev(it)->second >= begin) --it;
-  while (it != spans.end() && it->first <= end) {
-    begin = std::min(begin, it->first);
-    end = std::max(end, it->second);
-    it = spans.erase(it);
-  }
-  spans[begin] = end;
-}
-
-void cut_span(Spans& spans, uint64_t begin, uint64_t end) {
-  auto it = spans.upper_bound(begin);
-  if (it != spans.begin() && std::prev(it)->second > begin) --it;
-  while (it != spans.end() && it->first < end) {
-    const auto [from, to] = *it;
-    it = spans.erase(it);
-    if (from < begin) spans[from] = begin;
-    if (to > end) it = spans.emplace(end, to).first;
-  }
-}
 
 }  // namespace
 

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/crc32c.h"
+#include "base/spans.h"
 
 namespace fpfs {
 namespace {
@@ -65,30 +65,6 @@ std::string encode(const std::vector<WrittenExtent>& extents) {
   }
   return payload;
 }
-
-// Ranges of blocks, apart from each other.
-class Ranges {
- public:
-  // Whether all of it was there.
-  bool add(uint64_t begin, uint64_t end) {
-    auto next = ranges_.upper_bound(begin);
-    if (next != ranges_.begin() && std::prev(next)->second >= begin) {
-      --next;
-      if (next->second >= end) return true;
-      begin = next->first;
-    }
-    while (next != ranges_.end() && next->first <= end) {
-      end = std::max(end, next->second);
-      next = ranges_.erase(next);
-    }
-    ranges_[begin] = end;
-    return false;
-  }
-  void clear() { ranges_.clear(); }
-
- private:
-  std::map<uint64_t, uint64_t> ranges_;
-};
 
 // False where the payload says that it is longer than it is.
 bool decode_extents(std::string_view payload, std::vector<WrittenExtent>& extents) {
@@ -283,7 +259,7 @@ void Journal::forget(uint64_t ino, uint64_t sequence) {
 // the same.
 void Journal::forget_replaced() {
   for (auto& [ino, records] : live_) {
-    Ranges later;
+    Spans later;
     for (auto record = records.rbegin(); record != records.rend(); ++record) {
       const char* at = area(current_) + record->at;
       arena::ChangeHead head{};
@@ -295,7 +271,7 @@ void Journal::forget_replaced() {
       }
       bool is_replaced = true;
       for (const auto& [extent, checksums] : decode(head, at + sizeof head).extents) {
-        if (!later.add(extent.block, extent.end())) is_replaced = false;
+        if (!add_span(later, extent.block, extent.end())) is_replaced = false;
       }
       if (is_replaced) live_bytes_ -= std::exchange(record->bytes, 0);
     }
