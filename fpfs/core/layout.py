@@ -53,6 +53,11 @@ class Run(NamedTuple):
     flags: int
     object: int
 
+    def part(self, begin: int, end: int) -> Run:
+        """Return what of it lies in the blocks from `begin` to `end` of the object."""
+        offset = begin - self.object_block
+        return self._replace(block=self.block + offset, count=end - begin, object_block=begin)
+
 
 class Segment(NamedTuple):
     """A decoded segment: its number in the file, its runs, and the checksums of their blocks."""

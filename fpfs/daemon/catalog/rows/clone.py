@@ -44,13 +44,15 @@ def split_off(transaction: Transaction, ino: int, *, nlink: int) -> int:
 
 def leave_preallocated(transaction: Transaction, ino: int, *, to: int) -> None:
     """Make holes of the preallocated blocks of an inode that another refers to; both read zeros."""
-    taken = shares.references(transaction, to)
+    taken: dict[ObjectId, shares.Spans] | None = None
     left_blocks = 0
     for index, blob in fetch_content(transaction, ino).segments:
         segment = decode_segment(blob)
-        runs = tuple(part for run in segment.runs for part in _without(run, taken))
-        if runs == segment.runs:
+        if all(run.flags != UNWRITTEN for run in segment.runs):
             continue
+        if taken is None:
+            taken = shares.references(transaction, to)
+        runs = tuple(part for run in segment.runs for part in _without(run, taken))
         left = encode_segment(segment._replace(runs=runs)) if runs else b""
         store_segment(transaction, ino, index, left)
         left_blocks += sum(run.count for run in segment.runs) - sum(run.count for run in runs)
@@ -67,5 +69,4 @@ def _without(run: Run, taken: dict[ObjectId, shares.Spans]) -> Iterator[Run]:
         return
     whole = [(run.object_block, run.object_block + run.count)]
     for begin, end in shares.without(whole, taken.get(ObjectId(run.device, run.object), [])):
-        block = run.block + begin - run.object_block
-        yield run._replace(block=block, count=end - begin, object_block=begin)
+        yield run.part(begin, end)

@@ -199,20 +199,15 @@ def _parts(run: Run, planned: Sequence[Planned], used: set[Move]) -> Iterator[Ru
     at = run.object_block
     for begin, end, move in sorted(cuts):
         if at < begin:
-            yield _part(run, at, begin)
+            yield run.part(at, begin)
         to_block = move.to_block + begin - move.block
         used.add(move._replace(block=begin, count=end - begin, to_block=to_block))
-        yield _part(run, begin, end)._replace(
+        yield run.part(begin, end)._replace(
             device=move.to_device, object=move.to_object, object_block=to_block
         )
         at = end
     if at < run.object_block + run.count:
-        yield _part(run, at, run.object_block + run.count)
-
-
-def _part(run: Run, begin: int, end: int) -> Run:
-    offset = begin - run.object_block
-    return run._replace(block=run.block + offset, count=end - begin, object_block=begin)
+        yield run.part(at, run.object_block + run.count)
 
 
 class HeldObject(NamedTuple):
