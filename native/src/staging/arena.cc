@@ -21,8 +21,10 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kSlotsAt = kPage;
-// Address space, not memory: a record of 88 bytes is about a chunk, so this is for some 3 TiB.
-constexpr uint64_t kJournalAreaBytes = uint64_t{1} << 28;
+// Address space, not memory: a chunk of 1 MiB takes 160 bytes, so this is for 25 TiB of contents
+// that are in no committed version yet.
+constexpr uint64_t kJournalAreaBytes = uint64_t{1} << 32;
+constexpr uint64_t kJournalAreaBytesMax = uint64_t{1} << 35;  // what its published end can tell
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -158,7 +160,7 @@ void Arena::lay_out(uint64_t slot_count) {
   data_at_ =
       round_up(requests_at_ + arena::kRequestsMax * sizeof(arena::RequestRecord), slot_bytes_);
   fixed_bytes_ = data_at_ + slot_count * slot_bytes_;
-  mapped_bytes_ = fixed_bytes_ + 2 * kJournalAreaBytes;
+  mapped_bytes_ = fixed_bytes_ + 2 * journal_area_bytes_;
 }
 
 void Arena::pin(std::string* warning) {
@@ -181,12 +183,13 @@ void Arena::set_up_slots(uint64_t slot_count) {
     slots_[i].index = static_cast<uint32_t>(i);
     slots_[i].data = data_ + i * slot_bytes_;
   }
-  journal_ = std::make_unique<Journal>(fd_, base_ + fixed_bytes_, fixed_bytes_, kJournalAreaBytes,
+  journal_ = std::make_unique<Journal>(fd_, base_ + fixed_bytes_, fixed_bytes_, journal_area_bytes_,
                                        sequence_);
 }
 
 Status Arena::map(const Config& config, std::string* warning) {
   slot_bytes_ = config.slot_bytes;
+  journal_area_bytes_ = kJournalAreaBytes;
   const uint64_t slot_count = config.staging_bytes / slot_bytes_;
   lay_out(slot_count);
   path_ = config.path;
@@ -218,9 +221,9 @@ Status Arena::map(const Config& config, std::string* warning) {
                       arena::kHandlesMax};
   header.tables[2] = {arena::Table::Requests, sizeof(arena::RequestRecord), requests_at_,
                       arena::kRequestsMax};
-  header.tables[3] = {arena::Table::Journal, 0, fixed_bytes_, kJournalAreaBytes};
-  header.tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + kJournalAreaBytes,
-                      kJournalAreaBytes};
+  header.tables[3] = {arena::Table::Journal, 0, fixed_bytes_, journal_area_bytes_};
+  header.tables[4] = {arena::Table::Journal, 0, fixed_bytes_ + journal_area_bytes_,
+                      journal_area_bytes_};
   header.tables[5] = {arena::Table::Published, sizeof(arena::PublishedWord), published_at_,
                       slot_count};
   write_header(reinterpret_cast<arena::Header*>(base_), header);
@@ -246,7 +249,8 @@ Status Arena::check_header(const arena::Header& header, const Config& config) co
   const uint64_t slot_bytes_max = kSlotBlocksMax * kBlockBytes;
   if (header.slot_bytes == 0 || header.slot_bytes % kBlockBytes != 0 ||
       header.slot_bytes > slot_bytes_max || header.slot_count == 0 ||
-      header.slot_count > UINT32_MAX) {
+      header.slot_count > UINT32_MAX || header.tables[3].kind != arena::Table::Journal ||
+      header.tables[3].count % kPage != 0 || header.tables[3].count > kJournalAreaBytesMax) {
     return refused("its sizes are impossible");
   }
   return {};
@@ -263,6 +267,7 @@ Status Arena::map_existing(const Config& config, Remains* remains, std::string* 
   if (header.magic == 0) return Status(ENODATA, "staging arena " + path_ + " was never finished");
   if (Status status = check_header(header, config); !status.ok()) return status;
   slot_bytes_ = header.slot_bytes;
+  journal_area_bytes_ = header.tables[3].count;
   lay_out(header.slot_count);
   struct stat file {};
   // Its memory is all there from the beginning: mapping it asks for none.

@@ -190,8 +190,9 @@ class Arena {
   std::string path_;
   int fd_ = -1;
   char* base_ = nullptr;
-  uint64_t fixed_bytes_ = 0;   // all but the journal
-  uint64_t mapped_bytes_ = 0;  // with all that the journal may grow to
+  uint64_t journal_area_bytes_ = 0;  // what each of its areas may grow to
+  uint64_t fixed_bytes_ = 0;         // all but the journal
+  uint64_t mapped_bytes_ = 0;        // with all that the journal may grow to
   uint64_t published_at_ = 0;
   uint64_t handles_at_ = 0;
   uint64_t requests_at_ = 0;

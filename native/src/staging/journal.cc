@@ -16,7 +16,8 @@
 namespace fpfs {
 namespace {
 
-constexpr uint64_t kStepBytes = 1024 * 1024;  // of memory that an area takes at a time
+constexpr uint64_t kStepBytes = 1024 * 1024;      // of memory that an area takes at a time
+constexpr uint64_t kKeptBytes = 16 * kStepBytes;  // that it keeps for the next: 100 GiB of chunks
 constexpr uint64_t kFirst = sizeof(arena::JournalArea);
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -177,13 +178,32 @@ Status Journal::extend(unsigned index, uint64_t bytes) {
   return {};
 }
 
+// Memory that the records of long contents took, and that is not used any more, goes back.
+void Journal::shrink(unsigned index, uint64_t used) {
+  const uint64_t kept = std::max(round_up(used, kStepBytes), kKeptBytes);
+  if (there_[index] <= kept) return;
+  const auto from = static_cast<off_t>(offset_ + index * area_bytes_ + kept);
+  if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from,
+                static_cast<off_t>(there_[index] - kept)) == 0) {
+    there_[index] = kept;
+  }
+}
+
+// Whether `bytes` fit once the rest has moved, which pays when half of the bytes need not be moved.
+bool Journal::moves_for(uint64_t bytes) {
+  return live_bytes_ <= (end_ - kFirst) / 2 && compact() && end_ + bytes <= there_[current_];
+}
+
 Status Journal::make_room(uint64_t bytes) {
-  if (end_ + bytes <= there_[current_]) return {};
-  // Moving pays when at least half of the bytes need not be moved.
-  if (live_bytes_ <= (end_ - kFirst) / 2 && compact() && end_ + bytes <= there_[current_])
-    return {};
+  if (end_ + bytes <= there_[current_] || moves_for(bytes)) return {};
+  // Looking at all of them pays when there are twice as many.
+  const uint64_t added = live_bytes_ - unreplaced_bytes_;
+  if (added >= std::max(unreplaced_bytes_, kKeptBytes)) {
+    forget_replaced();
+    if (moves_for(bytes)) return {};
+  }
   Status status = extend(current_, end_ + bytes);
-  // Worth a look at all of them when there are an eighth more.
+  // When it cannot grow, an eighth more is worth a look.
   if (status.ok() || live_bytes_ - unreplaced_bytes_ < (end_ - kFirst) / 8) return status;
   forget_replaced();
   return compact() ? extend(current_, end_ + bytes) : std::move(status);
@@ -306,6 +326,7 @@ void Journal::start_over() {
   end_ = kFirst;
   publish_end();  // first: records of the old generation would be missing otherwise
   write_area(current_, generation_ += arena::kGenerationStep);
+  for (const unsigned index : {0U, 1U}) shrink(index, kFirst);
 }
 
 // Moves what is not settled to the other area. False when there is no memory for it.
@@ -333,6 +354,7 @@ bool Journal::compact() {
   publish_end();
   write_area(current_, generation_);
   write_area(from, 0);
+  shrink(from, kFirst);
   return true;
 }
 

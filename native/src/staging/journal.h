@@ -3,8 +3,9 @@
 // A chunk that has reached its device leaves staging, but the catalog learns of its place only at
 // the commit. Until then the journal says where it lies; and that a file was truncated, punched,
 // closed. Records are in the arena's file, in one of two areas. When most of the used one is about
-// contents that have been committed meanwhile, what is left moves to the other; of one that is full
-// of what has not, as of a file that is written at random places, what later records replace goes.
+// contents that have been committed meanwhile, what is left moves to the other; of one that grows
+// with what has not, as of a file that is written at random places, what later records replace
+// goes.
 //
 // Invariants: records of one inode are in the order of its changes. A record is whole before it is
 //   believed: its checksum is stored last.
@@ -101,8 +102,10 @@ class Journal {
   uint64_t published_end() const REQUIRES(mutex_);
   void skip_damage(uint64_t end, std::vector<RecordDamage>* damage) REQUIRES(mutex_);
   void write_area(unsigned index, uint64_t generation);
+  bool moves_for(uint64_t bytes) REQUIRES(mutex_);
   Status make_room(uint64_t bytes) REQUIRES(mutex_);
   Status extend(unsigned index, uint64_t bytes) REQUIRES(mutex_);
+  void shrink(unsigned index, uint64_t used) REQUIRES(mutex_);
   void put(uint64_t at, arena::ChangeHead head, std::string_view payload) REQUIRES(mutex_);
   void forget(uint64_t ino, uint64_t sequence) REQUIRES(mutex_);
   void forget_replaced() REQUIRES(mutex_);

@@ -213,6 +213,26 @@ TEST_CASE("arena: the header tells where everything is, and nothing lies over an
   CHECK(found == "first");
 }
 
+TEST_CASE("arena: one whose journal may grow less far is taken over") {
+  constexpr uint64_t area_bytes = 256 * 1024 * 1024;
+  Named named;
+  named.arena.reset();
+  arena::Header header = named.header();
+  header.tables[3].count = header.tables[4].count = area_bytes;
+  header.tables[4].offset = header.tables[3].offset + area_bytes;
+  header.crc = crc32c(0, &header, offsetof(arena::Header, crc));
+  const FileDescriptor file(open(named.path.c_str(), O_RDWR | O_CLOEXEC));
+  REQUIRE(pwrite(file.get(), &header, sizeof header, 0) == sizeof header);
+  REQUIRE(truncate(named.path.c_str(), static_cast<off_t>(header.tables[3].offset)) == 0);
+  REQUIRE(truncate(named.path.c_str(), static_cast<off_t>(header.tables[4].offset + area_bytes)) ==
+          0);
+  Remains remains;
+  auto taken = Arena::attach({named.path, "some-id", 0, 0}, -1, &remains, &named.warning);
+  REQUIRE_MESSAGE(taken.ok(), taken.status().message());
+  CHECK(remains.damage.empty());
+  CHECK(taken.value()->free_count() == kSlotCount);
+}
+
 namespace {
 
 // The sum of one line of /proc/self/smaps over the mappings whose name has `part` in it, in bytes.

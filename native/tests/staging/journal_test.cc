@@ -259,6 +259,47 @@ TEST_CASE("journal: it does not grow with what is settled") {
   CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{1, 2, 50'002, 100'002, 150'002});
 }
 
+TEST_CASE("journal: what long contents took of memory goes back when they are settled") {
+  Memory memory(64 * 1024 * 1024);
+  Journal& journal = *memory.journal;
+  constexpr uint64_t kRecords = 50'000;
+  const auto fill = [&](uint64_t ino) {
+    for (uint64_t i = 0; i < kRecords; ++i) {  // 22 MB
+      std::vector<WrittenExtent> extents;
+      for (uint64_t each = 0; each < 8; ++each) extents.push_back(extent_at(40 * i + 4 * each));
+      REQUIRE(journal.note_extents(state_of(ino, i), extents).ok());
+    }
+  };
+  fill(4);
+  CHECK(memory.memory_bytes() > 20 * 1024 * 1024);
+  SUBCASE("all of them") {
+    journal.settle(4, UINT64_MAX);
+    CHECK(memory.recovered().empty());
+    CHECK(memory.memory_bytes() <= (16 + 1) * 1024 * 1024);
+  }
+  SUBCASE("not the others") {
+    REQUIRE(journal.note(state_of(3, 1), arena::Change::None).ok());
+    for (const uint64_t ino : {4, 5, 6}) {
+      if (ino != 4) fill(ino);
+      if (ino != 6) journal.settle(ino, UINT64_MAX);
+    }
+    CHECK(memory.memory_bytes() <= (16 + 24) * 1024 * 1024);
+    const auto entries = memory.recovered();
+    REQUIRE(entries.size() == 1 + kRecords);
+    CHECK(entries.front().state.ino == 3);
+    CHECK(entries.back().state.size == kRecords - 1);
+  }
+}
+
+TEST_CASE("journal: it does not grow with what is written over and over") {
+  Memory memory(256 * 1024 * 1024);
+  for (uint64_t i = 0; i < 500'000; ++i) {  // 50 MB
+    REQUIRE(memory.journal->note_extents(state_of(4, i), {extent_at(i % 1000)}).ok());
+  }
+  CHECK(memory.memory_bytes() <= 2 * 16 * 1024 * 1024);
+  CHECK(memory.recovered().back().state.size == 499'999);
+}
+
 TEST_CASE("journal: a full one says so, and takes records again when others are settled") {
   Memory memory(64 * 1024);
   Journal& journal = *memory.journal;
