@@ -292,7 +292,10 @@ def _notes(
             f" and not committed ({arena}); what is told here is without that"
         )
     elif not image.ended_cleanly:
-        yield "it was not ended cleanly: the next mount removes what was never finished"
+        yield (
+            "its last mount was not ended cleanly, or a device failed in it: the next mount looks for"
+            " what was never finished, and removes it"
+        )
     (waiting,) = connection.execute(
         "SELECT count(*) FROM inodes i WHERE nlink = 0 AND NOT EXISTS"
         " (SELECT 1 FROM names n WHERE n.ino = i.ino) AND NOT EXISTS"
