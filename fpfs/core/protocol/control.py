@@ -75,6 +75,17 @@ def keeper_runs(path: str) -> bool:
     return _runs(_keeper_pid(path))
 
 
+def keeper_of(entry: MountEntry) -> int:
+    """The living keeper of a mount, also of one whose socket's path is gone; 0 where none is seen.
+
+    One that had the mount's device number before, and still drains, looks the same.
+    """
+    paths = _bound_paths(entry.device)
+    known = _find_socket(entry)
+    keepers = (_keeper_pid(path) for path in ([*paths, known] if known else paths))
+    return next((pid for pid in keepers if _runs(pid)), 0)
+
+
 def outcome_path(path: str) -> str:
     """Where the last server that listens on the socket `path` leaves what its end came to."""
     return f"{path.removesuffix('.sock')}.ended"

@@ -9,6 +9,7 @@ Invariants:
     line and disconnected.
   * The socket is as old as the mount, whichever server made it: of those with one device number the
     newest belongs to the mount that has the number now.
+  * A socket whose path is gone, as a session's folder goes when its user logs out, is made again.
   * A request that fails, whatever the reason, ends neither the mount nor the server.
   * The end is announced after everything else of the server was closed, so that whoever waited for
     it can mount the same devices at once.
@@ -60,6 +61,9 @@ Result = TypeVar("Result")
 
 ACCEPT_AGAIN_S = 0.1
 """How soon the next client is looked for where the process has no descriptor left for one."""
+
+LOOK_AGAIN_S = 10
+"""How soon a socket is made again whose path has gone."""
 
 BACKLOG = 128
 """Clients that wait for the server to look for the next one."""
@@ -135,35 +139,75 @@ class ControlServer:
         self._waiting_for_end = 0
         self._told_everybody = trio.Event()
         self._socket = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        self._born_ns = 0
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Answer requests until cancelled."""
+        """Answer requests until cancelled. OSError when a new mount's socket cannot be made."""
+        try:
+            if self._takes_over:
+                await self._listen_again()
+            else:
+                await self._listen()
+            async with trio.open_nursery() as nursery:
+                task_status.started()
+                while True:
+                    with trio.move_on_after(LOOK_AGAIN_S):
+                        nursery.start_soon(self._converse, await self._accept())
+                    if not self._is_there():
+                        await self._listen_again()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._socket.close()
+
+    def _is_there(self) -> bool:
+        return os.path.lexists(self._path)
+
+    async def _listen_again(self) -> None:
+        """Listen where a server listened before; without a folder for that, at the next look."""
+        folder = os.path.dirname(self._path)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
+                os.chmod(folder, 0o755)
+            await self._listen()
+        except OSError as error:
+            if self._socket.fileno() != -1:
+                _log.warning(
+                    "no tool reaches this mount until there is a control socket at %s again: %s",
+                    self._path,
+                    error.strerror,
+                )
+            self._socket.close()
+
+    async def _listen(self) -> None:
         # The server before left one, which tells clients that there is a keeper: it is replaced
         # without a moment in between.
         made = f"{self._path}.new"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(made)
-        await self._socket.bind(made)
-        self._access.give(made, self._access.mode)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(outcome_path(self._path))  # of a mount that had the same numbers
-        self._socket.listen(BACKLOG)
-        if self._takes_over:
-            with contextlib.suppress(FileNotFoundError):  # it died before it came so far
-                born_ns = os.stat(self._path).st_mtime_ns
-                os.utime(made, ns=(born_ns, born_ns))
-        os.rename(made, self._path)
+        listening = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
         try:
-            async with trio.open_nursery() as nursery:
-                task_status.started()
-                while True:
-                    connection = await self._accept()
-                    nursery.start_soon(self._converse, connection)
-        finally:
-            os.unlink(self._path)
-            self._socket.close()
+            await listening.bind(made)
+            self._access.give(made, self._access.mode)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(outcome_path(self._path))  # of a mount that had the same numbers
+            listening.listen(BACKLOG)
+            if self._takes_over:
+                with contextlib.suppress(FileNotFoundError):  # it died before it came so far
+                    self._born_ns = os.stat(self._path).st_mtime_ns
+            self._born_ns = self._born_ns or os.stat(made).st_mtime_ns
+            os.utime(made, ns=(self._born_ns, self._born_ns))
+            os.rename(made, self._path)
+        except BaseException:
+            listening.close()
+            raise
+        self._socket.close()
+        self._socket = listening
 
     async def _accept(self) -> trio.socket.SocketType:
+        if self._socket.fileno() == -1:
+            await trio.sleep_forever()
         while True:
             try:
                 connection, _ = await self._socket.accept()

@@ -19,7 +19,7 @@ import msgspec
 
 from fpfs.core.mounts import MountEntry, check_outside, is_below, mount_at, resolve_mountpoint
 from fpfs.core.options import MountOptions, ServerConfig
-from fpfs.core.protocol.control import ControlClient, ServerEnded
+from fpfs.core.protocol.control import ControlClient, ServerEnded, keeper_of
 from fpfs.core.protocol.questions import FlushAll, WaitForEnd
 from fpfs.core.protocol.reports import Flushed
 from fpfs.core.refusal import Refused, refuse_empty
@@ -299,6 +299,13 @@ def stop(mountpoint: str) -> Flushed:
     try:
         ending = ControlClient(entry, asked=asked)
     except Refused as refused:
+        if not is_dead(entry) and (keeper := keeper_of(entry)):
+            raise Refused(
+                asked=asked,
+                wrong=f"its processes live (keeper {keeper}), and no server answers; it stays",
+                remedy=f"ask again in a minute, or run umount {mountpoint} when no file on it is"
+                " open: what is not durable then is written all the same, and nobody is told",
+            ) from None
         detach(entry)
         raise Refused(
             asked=asked,

@@ -293,8 +293,8 @@ def _notes(
         )
     elif not image.ended_cleanly:
         yield (
-            "its last mount was not ended cleanly, or a device failed in it: the next mount looks for"
-            " what was never finished, and removes it"
+            "its last mount was not ended cleanly, or a device failed in it: the next mount looks"
+            " for what was never finished, and removes it"
         )
     (waiting,) = connection.execute(
         "SELECT count(*) FROM inodes i WHERE nlink = 0 AND NOT EXISTS"

@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.mounts import mount_at
+from fpfs.core.protocol import control
+from fpfs.core.refusal import Refused
+from fpfs.daemon.mount import launch
 from fpfs.daemon.mount.fusermount import MAX_READ_BYTES, READ_AHEAD_KIB
 from fpfs.testing.mounted import (
     REPOSITORY,
@@ -402,6 +405,19 @@ def test_a_mount_without_server_and_keeper_is_unmounted_and_mounted_again() -> N
         assert mount.entry() is None
         mount.mount()
         assert (mount.root / "kept").read_bytes() == b"durable"
+
+
+def test_a_mount_whose_socket_is_gone_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its user logged out, with the folder of the session, and came again."""
+    with mounted() as mount:
+        (mount.root / "kept").write_bytes(b"kept")
+        entry = mount.entry()
+        with monkeypatch.context() as patched:
+            patched.setattr(control, "_find_socket", lambda _entry: None)
+            with pytest.raises(Refused, match=r"its processes live \(keeper \d+\), and no server"):
+                launch.stop(str(mount.root))
+        assert mount.entry() == entry
+        assert (mount.root / "kept").read_bytes() == b"kept"
 
 
 def refusal_of_dead_umount(mount: Mount) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Mapping
@@ -33,6 +34,7 @@ from fpfs.core.protocol.questions import (
 from fpfs.core.protocol.reports import Failure, Flushed, Renewing
 from fpfs.core.refusal import Refused
 from fpfs.daemon.catalog.rows.queries import Asker
+from fpfs.daemon.control import server as control_server
 from fpfs.daemon.control.server import Access, ControlServer, Handler
 
 PATIENCE_S = 60
@@ -276,3 +278,40 @@ async def test_a_restart_that_cannot_be_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "socket", Ending()):
         reply = await ask(tmp_path / "socket", RestartServer())
         assert reply.error == "the installed fpfs does not start"
+
+
+@trio.testing.trio_test
+async def test_a_socket_whose_folder_goes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the folder of a user's session goes when he logs out, and is made when he logs in."""
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    folder = tmp_path / "user" / "fpfs"
+    folder.mkdir(parents=True)
+    path = folder / "socket"
+    async with serving(path, Ending()):
+        born_ns = path.stat().st_mtime_ns
+        for _ in range(2):
+            shutil.rmtree(folder.parent)
+            while "no tool reaches this mount" not in caplog.text:
+                await trio.testing.wait_all_tasks_blocked(0.001)
+            folder.parent.mkdir()
+            while not path.exists():
+                await trio.testing.wait_all_tasks_blocked(0.001)
+            assert path.stat().st_mtime_ns == born_ns
+            assert (await ask(path, RestartServer())).error == "the installed fpfs does not start"
+            caplog.clear()
+    assert os.listdir(folder) == []
+
+
+@trio.testing.trio_test
+async def test_the_next_server_serves_although_the_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.01)
+    path = tmp_path / "user" / "fpfs" / "socket"
+    async with serving(path, Ending(), takes_over=True):
+        path.parent.parent.mkdir()
+        while not path.exists():
+            await trio.testing.wait_all_tasks_blocked(0.001)
+        assert (await ask(path, RestartServer())).error == "the installed fpfs does not start"
