@@ -85,7 +85,7 @@ Status Engine::start() {
 
 Status Engine::open_arena() {
   const Arena::Config config{config_.arena_path, config_.filesystem_id, config_.staging_bytes,
-                             config_.slot_bytes};
+                             config_.slot_bytes, config_.journal_area_bytes};
   if (config_.take_over) {
     if (Status status = check_arena_owner(); !status.ok()) return status;
   }

@@ -37,6 +37,7 @@ struct EngineConfig {
   std::string filesystem_id;
   uint64_t staging_bytes = 0;
   uint64_t slot_bytes = 1 << 20;
+  uint64_t journal_area_bytes = Arena::kJournalAreaBytes;
   uint32_t depth = 16;
   IoBackend backend = IoBackend::Auto;
   uint32_t channel_threads = 1;

@@ -138,6 +138,7 @@ void File::replay(const JournalEntry& entry) {
         map_.erase(range.block, range.count, nullptr);
         note_replaced(range.block * kBlockBytes);
       }
+      inline_mode_ = false;  // places that it replaces may be gone from the journal
       break;
     case arena::Change::Truncate:
       note_replaced(entry.state.size);

@@ -21,9 +21,6 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kSlotsAt = kPage;
-// Address space, not memory: a chunk of 1 MiB takes 160 bytes, so this is for 25 TiB of contents
-// that are in no committed version yet.
-constexpr uint64_t kJournalAreaBytes = uint64_t{1} << 32;
 constexpr uint64_t kJournalAreaBytesMax = uint64_t{1} << 35;  // what its published end can tell
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -189,7 +186,7 @@ void Arena::set_up_slots(uint64_t slot_count) {
 
 Status Arena::map(const Config& config, std::string* warning) {
   slot_bytes_ = config.slot_bytes;
-  journal_area_bytes_ = kJournalAreaBytes;
+  journal_area_bytes_ = config.journal_area_bytes;
   const uint64_t slot_count = config.staging_bytes / slot_bytes_;
   lay_out(slot_count);
   path_ = config.path;

@@ -109,11 +109,16 @@ inline constexpr uint64_t kSequenceFirst = uint64_t{3} << 40;
 
 class Arena {
  public:
+  // Address space, not memory: a chunk of 1 MiB takes 160 bytes, so this is for 6.5 TiB of contents
+  // that are in no committed version yet.
+  static constexpr uint64_t kJournalAreaBytes = uint64_t{1} << 30;
+
   struct Config {
     std::string path;  // "" for a memfd
     std::string filesystem_id;
     uint64_t staging_bytes = 0;
     uint64_t slot_bytes = 0;
+    uint64_t journal_area_bytes = kJournalAreaBytes;  // what each of its areas may grow to
   };
   static Result<std::unique_ptr<Arena>> create(const Config& config, std::string* warning);
   // Takes over the arena at config.path, whose sizes hold, or its open file `fd` (taken over in any

@@ -147,6 +147,7 @@ struct JournalArea {
 };
 static_assert(sizeof(JournalArea) == 24);
 inline constexpr uint64_t kGenerationStep = 3;
+inline constexpr uint64_t kGenerationBits = 48;
 
 // What happened to an inode's pending content beside bytes that are staged.
 enum class Change : uint16_t {
@@ -182,6 +183,9 @@ struct ChangeHead {
   uint32_t zero;
 };
 static_assert(sizeof(ChangeHead) == 64);
+
+// What stands in place of a record's checksum when it does not count any more: all bits differ.
+constexpr uint32_t void_checksum(uint32_t crc) { return ~crc; }
 
 inline constexpr uint16_t kExtentUnwritten = 1;    // reads as zeros
 inline constexpr uint16_t kExtentChecksummed = 2;  // u32 CRC32C of each block follow, to 8 bytes

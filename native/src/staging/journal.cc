@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "base/available_memory.h"
 #include "base/crc32c.h"
 #include "base/spans.h"
 
@@ -40,15 +41,26 @@ std::string_view bytes_of(const auto& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
 
+struct WholeRecord {
+  arena::ChangeHead head;
+  bool is_void;
+};
+
 // The record at `at`, which ends before `end`; none when it is not whole.
-std::optional<arena::ChangeHead> read_head(const char* at, const char* end, uint64_t generation) {
+std::optional<WholeRecord> read_record(const char* at, const char* end, uint64_t generation) {
   arena::ChangeHead head{};
   if (static_cast<uint64_t>(end - at) < sizeof head) return std::nullopt;
   std::memcpy(&head, at, sizeof head);
   if (head.bytes > static_cast<uint64_t>(end - at) - sizeof head) return std::nullopt;
   if (head.generation != static_cast<uint32_t>(generation)) return std::nullopt;
-  if (head.crc != checksum(at, head.bytes)) return std::nullopt;
-  return head;
+  const uint32_t crc = checksum(at, head.bytes);
+  if (head.crc != crc && head.crc != arena::void_checksum(crc)) return std::nullopt;
+  return WholeRecord{head, head.crc != crc};
+}
+
+// An area's generation, or the complement of one.
+bool is_possible(uint64_t word) {
+  return word % arena::kGenerationStep == 0 && word >> arena::kGenerationBits == 0;
 }
 
 constexpr uint64_t kPayloadUnit = 8;
@@ -134,13 +146,25 @@ std::optional<uint64_t> Journal::generation_of(unsigned index) const {
   if (there_[index] < kFirst) return 0;
   const arena::JournalArea header = read_area(index);
   const uint64_t other = ~header.complement;
-  const auto possible = [](uint64_t value) { return value % arena::kGenerationStep == 0; };
-  if (header.generation == other) return possible(other) ? std::optional(other) : std::nullopt;
+  if (header.generation == other) return is_possible(other) ? std::optional(other) : std::nullopt;
   // Two that are possible are what a kill between two stores leaves.
-  if (possible(header.generation) && possible(other)) return 0;
-  if (possible(header.generation)) return header.generation;
-  if (possible(other)) return other;
+  if (is_possible(header.generation) && is_possible(other)) return 0;
+  if (is_possible(header.generation)) return header.generation;
+  if (is_possible(other)) return other;
   return std::nullopt;
+}
+
+// The latest generation that an area may have records of, also of one that a kill ended in between.
+uint64_t Journal::latest_generation() const {
+  uint64_t latest = 0;
+  for (const unsigned index : {0U, 1U}) {
+    if (there_[index] < kFirst) continue;
+    const arena::JournalArea header = read_area(index);
+    for (const uint64_t word : {header.generation, ~header.complement}) {
+      if (is_possible(word)) latest = std::max(latest, word);
+    }
+  }
+  return latest;
 }
 
 // Stored after the records before it.
@@ -158,9 +182,15 @@ uint64_t Journal::published_end() const {
   return end <= there_[current_] ? end : 0;
 }
 
-void Journal::write_area(unsigned index, uint64_t generation) {
+// Until the generation is written, too, the area is unused.
+void Journal::announce_area(unsigned index, uint64_t generation) {
   auto* header = reinterpret_cast<arena::JournalArea*>(area(index));
   std::atomic_ref<uint64_t>(header->complement).store(~generation, std::memory_order_release);
+}
+
+void Journal::write_area(unsigned index, uint64_t generation) {
+  announce_area(index, generation);
+  auto* header = reinterpret_cast<arena::JournalArea*>(area(index));
   std::atomic_ref<uint64_t>(header->generation).store(generation, std::memory_order_release);
 }
 
@@ -169,24 +199,29 @@ Status Journal::extend(unsigned index, uint64_t bytes) {
   if (bytes <= there_[index]) return {};
   if (bytes > area_bytes_) return Status(ENOSPC, "the journal of pending contents is full");
   const uint64_t wanted = std::min(area_bytes_, round_up(bytes, kStepBytes));
+  const uint64_t more = wanted - there_[index];
+  // A tmpfs may hold more than there is: who takes that is killed for it.
+  int error = more > available_memory() ? ENOMEM : EINTR;
   const auto from = static_cast<off_t>(offset_ + index * area_bytes_ + there_[index]);
-  if (const int error = posix_fallocate(fd_, from, static_cast<off_t>(wanted - there_[index]));
-      error != 0) {
-    return Status(error, "no memory for the journal of pending contents");
-  }
+  while (error == EINTR) error = posix_fallocate(fd_, from, static_cast<off_t>(more));
+  if (error != 0) return Status(error, "no memory for the journal of pending contents");
   there_[index] = wanted;
   return {};
 }
 
-// Memory that the records of long contents took, and that is not used any more, goes back.
-void Journal::shrink(unsigned index, uint64_t used) {
-  const uint64_t kept = std::max(round_up(used, kStepBytes), kKeptBytes);
-  if (there_[index] <= kept) return;
-  const auto from = static_cast<off_t>(offset_ + index * area_bytes_ + kept);
+// Memory behind `bytes` of an area goes back.
+void Journal::give_back(unsigned index, uint64_t bytes) {
+  if (bytes >= area_bytes_) return;
+  const auto from = static_cast<off_t>(offset_ + index * area_bytes_ + bytes);
   if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from,
-                static_cast<off_t>(there_[index] - kept)) == 0) {
-    there_[index] = kept;
+                static_cast<off_t>(area_bytes_ - bytes)) == 0) {
+    there_[index] = std::min(there_[index], bytes);
   }
+}
+
+// Of an area with nothing in it, what long contents took.
+void Journal::shrink(unsigned index) {
+  if (there_[index] > kKeptBytes) give_back(index, kKeptBytes);
 }
 
 // Whether `bytes` fit once the rest has moved, which pays when half of the bytes need not be moved.
@@ -263,16 +298,18 @@ Status Journal::note_punched(const FileState& state, uint64_t begin, uint64_t en
   return append(state, arena::Change::Punch, bytes_of(payload));
 }
 
-void Journal::forget(uint64_t ino, uint64_t sequence) {
+std::vector<Journal::Record> Journal::forget(uint64_t ino, uint64_t sequence) {
   const auto it = live_.find(ino);
-  if (it == live_.end()) return;
+  if (it == live_.end()) return {};
   std::vector<Record>& records = it->second;
-  const auto settled = std::find_if(records.begin(), records.end(),
-                                    [&](const Record& r) { return r.sequence > sequence; });
-  for (auto gone = records.begin(); gone != settled; ++gone) live_bytes_ -= gone->bytes;
-  records.erase(records.begin(), settled);
+  const auto left = std::find_if(records.begin(), records.end(),
+                                 [&](const Record& r) { return r.sequence > sequence; });
+  std::vector<Record> gone(records.begin(), left);
+  for (const Record& record : gone) live_bytes_ -= record.bytes;
+  records.erase(records.begin(), left);
   if (records.empty()) live_.erase(it);
   unreplaced_bytes_ = std::min(unreplaced_bytes_, live_bytes_);
+  return gone;
 }
 
 // Records of places for which there are later ones of the same version: what comes of the others is
@@ -303,13 +340,15 @@ void Journal::forget_replaced() {
 void Journal::settle(uint64_t ino, uint64_t sequence) {
   const std::string_view payload = bytes_of(sequence);
   const MutexLock lock(mutex_);
-  if (!live_.contains(ino)) return;
-  forget(ino, sequence);
+  const std::vector<Record> settled = forget(ino, sequence);
+  if (settled.empty()) return;
   if (live_bytes_ == 0) return start_over();
   const uint64_t bytes = record_bytes(payload.size());
-  // Without room for this record a restart would replay changes that the catalog has: the same
-  // content comes of it.
-  if (!make_room(bytes).ok()) return;
+  const uint64_t generation = generation_;
+  if (!make_room(bytes).ok()) {
+    if (generation_ == generation) make_void(settled);  // else the area has none of them
+    return;
+  }
   arena::ChangeHead head{};
   head.kind = arena::Change::Settled;
   head.sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
@@ -319,6 +358,15 @@ void Journal::settle(uint64_t ino, uint64_t sequence) {
   publish_end();
 }
 
+// Says of each record, where it is, that it does not count, which needs no room. The oldest first:
+// the last ones, without those before, lead from the content that the catalog has to the same.
+void Journal::make_void(const std::vector<Record>& records) {
+  for (const Record& record : records) {
+    auto* crc = reinterpret_cast<uint32_t*>(area(current_) + record.at);
+    std::atomic_ref<uint32_t>(*crc).store(arena::void_checksum(*crc), std::memory_order_release);
+  }
+}
+
 // Nothing in the journal matters any more. A new generation ends what the area held.
 void Journal::start_over() {
   live_.clear();
@@ -326,7 +374,7 @@ void Journal::start_over() {
   end_ = kFirst;
   publish_end();  // first: records of the old generation would be missing otherwise
   write_area(current_, generation_ += arena::kGenerationStep);
-  for (const unsigned index : {0U, 1U}) shrink(index, kFirst);
+  for (const unsigned index : {0U, 1U}) shrink(index);
 }
 
 // Moves what is not settled to the other area. False when there is no memory for it.
@@ -335,6 +383,7 @@ bool Journal::compact() {
   if (!extend(from ^ 1, kFirst + live_bytes_).ok()) return false;
   current_ = from ^ 1;
   generation_ += arena::kGenerationStep;
+  announce_area(current_, generation_);  // whoever is killed now, nobody uses this generation again
   end_ = kFirst;
   // In the order of the old area, which is that of the changes.
   std::vector<Record*> records;
@@ -354,7 +403,7 @@ bool Journal::compact() {
   publish_end();
   write_area(current_, generation_);
   write_area(from, 0);
-  shrink(from, kFirst);
+  shrink(from);
   return true;
 }
 
@@ -366,7 +415,7 @@ void Journal::skip_damage(uint64_t end, std::vector<RecordDamage>* damage) {
   const uint64_t begin = end_;
   do {
     end_ += kPayloadUnit;
-  } while (end_ < end && !read_head(area(current_) + end_, limit, generation_).has_value());
+  } while (end_ < end && !read_record(area(current_) + end_, limit, generation_).has_value());
   // One record and no more, of which the length and the inode are right.
   const bool certain =
       head.ino_check == ino_check(head.ino) && begin + record_bytes(head.bytes) == end_;
@@ -380,48 +429,68 @@ std::vector<JournalEntry> Journal::recover(std::vector<RecordDamage>* damage) {
     const off_t at = static_cast<off_t>(offset_ + index * area_bytes_);
     const off_t hole = lseek(fd_, at, SEEK_HOLE);
     there_[index] = hole > at ? std::min(static_cast<uint64_t>(hole - at), area_bytes_) : 0;
+    give_back(index, there_[index]);  // what was taken and never written to
   }
   const std::optional<uint64_t> first = generation_of(0);
   const std::optional<uint64_t> second = generation_of(1);
   if (!first.has_value() || !second.has_value()) damage->push_back({"journal", std::nullopt});
   current_ = second.value_or(0) > first.value_or(0) ? 1 : 0;
   generation_ = std::max(first.value_or(0), second.value_or(0));
-  std::vector<JournalEntry> entries;
-  if (generation_ == 0) {  // it ended while it began anew: there was nothing in it
-    start_over();
-    return entries;
-  }
-  const char* const end = area(current_) + there_[current_];
-  const uint64_t published = published_end();
+  const uint64_t latest = latest_generation();
   const size_t known = damage->size();
-  for (end_ = kFirst;;) {
-    const char* at = area(current_) + end_;
-    const auto head = read_head(at, end, generation_);
-    if (!head.has_value() && end_ >= published) break;
-    if (!head.has_value()) {
-      skip_damage(published, damage);
-      continue;
-    }
-    const uint64_t bytes = record_bytes(head->bytes);
-    if (head->kind == arena::Change::Settled) {
-      uint64_t upto = 0;
-      if (head->bytes == sizeof upto) std::memcpy(&upto, at + sizeof *head, sizeof upto);
-      forget(head->ino, upto);
-    } else {
-      entries.push_back(decode(*head, at + sizeof *head));
-      live_[head->ino].push_back({end_, head->sequence, static_cast<uint32_t>(bytes)});
-      live_bytes_ += bytes;
-    }
-    end_ += bytes;
-  }
+  std::vector<JournalEntry> entries;
+  if (generation_ != 0) read_records(entries, damage);
   std::erase_if(entries, [&](const JournalEntry& entry) {
     mutex_.assert_held();
     const auto it = live_.find(entry.state.ino);
     return it == live_.end() || entry.sequence < it->second.front().sequence;
   });
-  // What is damaged goes: it is told of once, and not by the next process again.
-  if (damage->size() != known) (void)compact();
+  const uint64_t own = std::exchange(generation_, std::max(generation_, latest));
+  if (generation_ == own && own != 0 && damage->size() == known && !is_followed(own)) {
+    return entries;
+  }
+  // In a generation of its own, of which there is nothing else; and what is damaged is told of
+  // once.
+  if (live_.empty()) {
+    start_over();
+  } else if (!compact()) {
+    generation_ = own;
+  }
   return entries;
+}
+
+// Whether there is a record behind the end: one that nobody was told of, or what a new beginning
+// was about to end.
+bool Journal::is_followed(uint64_t generation) const {
+  const char* const area = this->area(current_);
+  return read_record(area + end_, area + there_[current_], generation).has_value();
+}
+
+void Journal::read_records(std::vector<JournalEntry>& entries, std::vector<RecordDamage>* damage) {
+  const char* const end = area(current_) + there_[current_];
+  // What is behind it was acknowledged to nobody.
+  const uint64_t published = published_end();
+  for (end_ = kFirst; published == 0 || end_ < published;) {
+    const char* at = area(current_) + end_;
+    const auto record = read_record(at, end, generation_);
+    if (!record.has_value() && published == 0) break;
+    if (!record.has_value()) {
+      skip_damage(published, damage);
+      continue;
+    }
+    const auto& [head, is_void] = *record;
+    const uint64_t bytes = record_bytes(head.bytes);
+    if (head.kind == arena::Change::Settled) {
+      uint64_t upto = 0;
+      if (head.bytes == sizeof upto) std::memcpy(&upto, at + sizeof head, sizeof upto);
+      forget(head.ino, upto);
+    } else if (!is_void) {
+      entries.push_back(decode(head, at + sizeof head));
+      live_[head.ino].push_back({end_, head.sequence, static_cast<uint32_t>(bytes)});
+      live_bytes_ += bytes;
+    }
+    end_ += bytes;
+  }
 }
 
 uint64_t Journal::bytes_used() const {

@@ -101,16 +101,23 @@ class Journal {
   void publish_end() REQUIRES(mutex_);
   uint64_t published_end() const REQUIRES(mutex_);
   void skip_damage(uint64_t end, std::vector<RecordDamage>* damage) REQUIRES(mutex_);
+  uint64_t latest_generation() const REQUIRES(mutex_);
+  void announce_area(unsigned index, uint64_t generation);
   void write_area(unsigned index, uint64_t generation);
   bool moves_for(uint64_t bytes) REQUIRES(mutex_);
   Status make_room(uint64_t bytes) REQUIRES(mutex_);
   Status extend(unsigned index, uint64_t bytes) REQUIRES(mutex_);
-  void shrink(unsigned index, uint64_t used) REQUIRES(mutex_);
+  void give_back(unsigned index, uint64_t bytes) REQUIRES(mutex_);
+  void shrink(unsigned index) REQUIRES(mutex_);
   void put(uint64_t at, arena::ChangeHead head, std::string_view payload) REQUIRES(mutex_);
-  void forget(uint64_t ino, uint64_t sequence) REQUIRES(mutex_);
+  std::vector<Record> forget(uint64_t ino, uint64_t sequence) REQUIRES(mutex_);
+  void make_void(const std::vector<Record>& records) REQUIRES(mutex_);
   void forget_replaced() REQUIRES(mutex_);
   void start_over() REQUIRES(mutex_);
   bool compact() REQUIRES(mutex_);
+  bool is_followed(uint64_t generation) const REQUIRES(mutex_);
+  void read_records(std::vector<JournalEntry>& entries, std::vector<RecordDamage>* damage)
+      REQUIRES(mutex_);
 
   const int fd_;
   char* const base_;

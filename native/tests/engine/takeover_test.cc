@@ -470,6 +470,26 @@ TEST_CASE("takeover: what a journal without room does not tell of is still there
   CHECK(succession.second->commit(*taken, false) == 0);
 }
 
+TEST_CASE("takeover: zeros of a file that had outgrown its row stay, whatever else is written") {
+  Succession succession;
+  const auto file = succession.first->load(kIno);
+  REQUIRE(succession.first->write(*file, 0, "in the catalog") == 0);
+  REQUIRE(succession.first->commit(*file, false) == 0);
+  REQUIRE(succession.first->write(*file, 0, random_bytes(4 * kChunkBytes, 1)) == 0);
+  succession.first->wait_idle();
+  REQUIRE(succession.first->punch(*file, 0, 4 * kChunkBytes) == 0);
+  // Until the journal forgets the places that were punched out, and what it had to.
+  Journal& journal = succession.first->engine().arena().journal();
+  const WrittenExtent extent{{0, 1, Place{9, 0, 0, false}}, {7}};
+  for (uint64_t used = 0; journal.bytes_used() >= used;) {
+    used = journal.bytes_used();
+    REQUIRE(journal.note_extents({kIno + 1, 1, 1, 1, false}, {extent}).ok());
+  }
+  const auto taken = succession.attach();
+  REQUIRE(succession.second->recover(kIno) == 0);
+  CHECK(succession.second->read(*taken, 0, kFileBytes) == std::string(4 * kChunkBytes, '\0'));
+}
+
 TEST_CASE("takeover: what a truncation cut off a block does not come back") {
   Succession succession;
   const auto file = succession.first->load(kIno);

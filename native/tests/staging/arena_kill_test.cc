@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "base/file_descriptor.h"
 #include "staging/arena.h"
 #include "support/device_fixture.h"
+#include "support/journal_memory.h"
 #include "support/skips.h"
 
 namespace fpfs::testing {
@@ -165,4 +167,116 @@ TEST_CASE("arena: one that was being made when a kill came is made anew") {
 }
 
 }  // namespace
+namespace {
+
+constexpr uint64_t kJournalBytes = 8 * 1024;
+
+void note_and_settle(Journal& journal) {
+  REQUIRE(journal.note(state_of(5, 500), arena::Change::None).ok());
+  journal.settle(5, UINT64_MAX);
+}
+
+// Fills the journal with what is settled, and then until its records move to the other area.
+void fill(Journal& journal) {
+  const uint64_t unused = journal.bytes_used();
+  note_and_settle(journal);
+  const uint64_t step = journal.bytes_used() - unused;
+  while (journal.bytes_used() + step < kJournalBytes - sizeof(arena::JournalArea)) {
+    note_and_settle(journal);
+  }
+}
+void move_records(Journal& journal) {
+  const uint64_t used = journal.bytes_used();
+  note_and_settle(journal);
+  REQUIRE(journal.bytes_used() < used);
+}
+
+// Calls `look` where `work` has changed the journal's memory, at every store.
+void watched(const JournalMemory& memory, const std::function<void()>& work,
+             const std::function<void()>& look) {
+  std::string before;
+  traced(PTRACE_SINGLESTEP, work, [&] {
+    const std::string_view now(memory.base, 2 * kJournalBytes);
+    if (now == before) return;
+    before = now;
+    look();
+  });
+}
+
+// What the next servers find where a kill left `memory`: `next` finds `expected`, `then` does its
+// work, and the one after it finds `left`, also where it does not know where the records end.
+void find_after_kill(const JournalMemory& memory,
+                     const std::function<bool(const std::vector<uint64_t>&)>& expected,
+                     const std::function<void(Journal&)>& then, const std::vector<uint64_t>& left) {
+  JournalMemory found(kJournalBytes);
+  std::memcpy(found.base, memory.base, 2 * kJournalBytes);
+  found.sequence = 1'000'000;
+  const auto next = found.open();
+  CHECK(expected(sizes(next->recover(&found.damage))));
+  CHECK(found.damage.empty());
+  then(*next);
+  for (const bool is_known : {true, false}) {
+    JournalMemory copy(kJournalBytes);
+    std::memcpy(copy.base, found.base, 2 * kJournalBytes);
+    for (const unsigned index : {0U, 1U}) {
+      auto* area = reinterpret_cast<arena::JournalArea*>(copy.base + index * kJournalBytes);
+      if (!is_known) area->end ^= 1;
+    }
+    CHECK(sizes(copy.recovered()) == left);
+    CHECK(copy.damage.empty());
+  }
+}
+
+}  // namespace
+
+TEST_CASE("journal: a kill while records move loses none, and leaves none that comes back") {
+  JournalMemory memory(kJournalBytes);
+  std::vector<uint64_t> all(20);
+  std::iota(all.begin(), all.end(), 1);
+  for (const uint64_t size : all) {
+    REQUIRE(memory.journal->note(state_of(size == 1 ? 6 : 3, size), arena::Change::None).ok());
+  }
+  fill(*memory.journal);
+  const auto work = [&] { move_records(*memory.journal); };
+  const auto look = [&] {
+    find_after_kill(
+        memory,
+        [&](std::vector<uint64_t> found) {
+          if (found.size() > all.size()) found.pop_back();  // what is settled next
+          return found == all;
+        },
+        [](Journal& next) {
+          next.settle(3, UINT64_MAX);
+          if (next.bytes_used() > kJournalBytes / 2) move_records(next);
+          // Up to where records may lie that the kill has left.
+          while (next.bytes_used() % sizeof(arena::ChangeHead) != 0) note_and_settle(next);
+        },
+        {1});
+  };
+  watched(memory, work, look);
+}
+
+TEST_CASE("journal: a kill while it begins anew leaves nothing that comes back") {
+  JournalMemory memory(kJournalBytes);
+  for (const uint64_t size : {1, 2}) {
+    REQUIRE(memory.journal->note(state_of(3, size), arena::Change::None).ok());
+  }
+  fill(*memory.journal);
+  move_records(*memory.journal);  // the first area has records of its first generation
+  const auto work = [&] { memory.journal->settle(3, UINT64_MAX); };
+  const auto look = [&] {
+    find_after_kill(
+        memory,
+        [](const auto& found) {
+          return found.empty() || found == std::vector<uint64_t>{1, 2};
+        },
+        [](Journal& next) {
+          next.settle(3, UINT64_MAX);
+          REQUIRE(next.note(state_of(6, 7), arena::Change::None).ok());
+        },
+        {7});
+  };
+  watched(memory, work, look);
+}
+
 }  // namespace fpfs::testing

@@ -1,70 +1,23 @@
 // The journal of pending contents: what comes back, what is forgotten, what a torn record ends.
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <doctest/doctest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 
-#include "base/file_descriptor.h"
 #include "staging/journal.h"
 #include "support/engine_fixture.h"
+#include "support/journal_memory.h"
 
 namespace fpfs::testing {
 namespace {
-
-constexpr uint64_t kAreaBytes = 4 * 1024 * 1024;
-
-struct Memory {
-  explicit Memory(uint64_t bytes = kAreaBytes) : area_bytes(bytes) {
-    fd.reset(memfd_create("journal", MFD_CLOEXEC));
-    REQUIRE(ftruncate(fd.get(), static_cast<off_t>(2 * area_bytes)) == 0);
-    void* mapped = mmap(nullptr, 2 * area_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-    REQUIRE(mapped != MAP_FAILED);
-    base = static_cast<char*>(mapped);
-    journal = open();
-    REQUIRE(journal->format().ok());
-  }
-  ~Memory() { munmap(base, 2 * area_bytes); }
-  // What another process finds of the journal.
-  std::vector<JournalEntry> recovered() {
-    damage.clear();
-    return open()->recover(&damage);
-  }
-  // Another process's journal over the same memory.
-  std::unique_ptr<Journal> open() {
-    return std::make_unique<Journal>(fd.get(), base, 0, area_bytes, sequence);
-  }
-  uint64_t memory_bytes() const {
-    struct stat file {};
-    REQUIRE(fstat(fd.get(), &file) == 0);
-    return static_cast<uint64_t>(file.st_blocks) * 512;
-  }
-
-  const uint64_t area_bytes;
-  FileDescriptor fd;
-  char* base = nullptr;
-  std::atomic<uint64_t> sequence{1};
-  std::unique_ptr<Journal> journal;
-  std::vector<RecordDamage> damage;
-};
-
-FileState state_of(uint64_t ino, uint64_t size) { return {ino, size, 11, 12, ino % 2 == 1}; }
 
 WrittenExtent extent_at(uint64_t block) {
   const bool unwritten = block % 2 == 1;
   WrittenExtent written{{block, 3, Place{block + 100, 7, 2, unwritten}}, {}};
   if (!unwritten) written.checksums = {1, static_cast<uint32_t>(block), UINT32_MAX};
   return written;
-}
-
-std::vector<uint64_t> sizes(const std::vector<JournalEntry>& entries) {
-  std::vector<uint64_t> result;
-  for (const JournalEntry& entry : entries) result.push_back(entry.state.size);
-  return result;
 }
 
 // What comes of records of one inode: where each block lies at each change that is not of places.
@@ -92,7 +45,7 @@ std::vector<std::pair<arena::Change, Places>> come_of(const std::vector<JournalE
 }  // namespace
 
 TEST_CASE("journal: another process finds every change, in order and whole") {
-  Memory memory;
+  JournalMemory memory;
   Journal& journal = *memory.journal;
   REQUIRE(journal.note_extents(state_of(3, 100), {extent_at(4), extent_at(9)}).ok());
   REQUIRE(journal.note_erased(state_of(4, 200), 8, 5).ok());
@@ -126,7 +79,7 @@ TEST_CASE("journal: another process finds every change, in order and whole") {
 }
 
 TEST_CASE("journal: a close says which signal ended the writer") {
-  Memory memory;
+  JournalMemory memory;
   FileState dropped = state_of(3, 100);
   dropped.privileges_dropped = true;
   FileState kept = state_of(3, 100);
@@ -145,7 +98,7 @@ TEST_CASE("journal: a close says which signal ended the writer") {
 }
 
 TEST_CASE("journal: what the catalog holds is forgotten, and all of it is a new beginning") {
-  Memory memory;
+  JournalMemory memory;
   Journal& journal = *memory.journal;
   REQUIRE(journal.note(state_of(3, 100), arena::Change::None).ok());
   REQUIRE(journal.note(state_of(4, 200), arena::Change::None).ok());
@@ -164,7 +117,7 @@ TEST_CASE("journal: what the catalog holds is forgotten, and all of it is a new 
 }
 
 TEST_CASE("journal: one that is taken over goes on where it was") {
-  Memory memory;
+  JournalMemory memory;
   REQUIRE(memory.journal->note(state_of(3, 100), arena::Change::None).ok());
   const auto second = memory.open();
   CHECK(second->recover(&memory.damage).size() == 1);
@@ -178,7 +131,7 @@ TEST_CASE("journal: one that is taken over goes on where it was") {
 namespace {
 
 // Records of inodes 3, 4 and 5; returns where that of 4 is.
-uint64_t three_records(Memory& memory) {
+uint64_t three_records(JournalMemory& memory) {
   REQUIRE(memory.journal->note(state_of(3, 100), arena::Change::None).ok());
   const uint64_t at = sizeof(arena::JournalArea) + memory.journal->bytes_used();
   REQUIRE(memory.journal->note_extents(state_of(4, 200), {extent_at(4)}).ok());
@@ -186,18 +139,19 @@ uint64_t three_records(Memory& memory) {
   return at;
 }
 
-void flip(Memory& memory, uint64_t at, unsigned bit) {
+void flip(JournalMemory& memory, uint64_t at, unsigned bit) {
   memory.base[at] = static_cast<char>(memory.base[at] ^ (1 << bit));
 }
 
 }  // namespace
 
 TEST_CASE("journal: a record that a kill tore ends it, and is no damage") {
-  Memory memory;
+  JournalMemory memory;
   const uint64_t at = three_records(memory);
   // As it is before the end behind it is told.
   reinterpret_cast<arena::JournalArea*>(memory.base)->end = arena::published_word(at / 8);
-  memory.base[at + 60] = 1;
+  SUBCASE("in its middle") { memory.base[at + 60] = 1; }
+  SUBCASE("before anybody was told of it") {}
   CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100});
   CHECK(memory.damage.empty());
 }
@@ -205,7 +159,7 @@ TEST_CASE("journal: a record that a kill tore ends it, and is no damage") {
 TEST_CASE("journal: every wrong bit of a record is noticed, and the others hold") {
   constexpr uint64_t kInoAt = offsetof(arena::ChangeHead, ino);
   for (uint64_t bit = 0;; ++bit) {
-    Memory memory(64 * 1024);
+    JournalMemory memory(64 * 1024);
     const uint64_t at = three_records(memory);
     arena::ChangeHead head{};
     std::memcpy(&head, memory.base + at, sizeof head);
@@ -227,7 +181,7 @@ TEST_CASE("journal: every wrong bit of a record is noticed, and the others hold"
 TEST_CASE("journal: a wrong bit in an area's head loses nothing, or is told of") {
   for (uint64_t bit = 0; bit < 8 * sizeof(arena::JournalArea); ++bit) {
     for (const unsigned index : {0U, 1U}) {
-      Memory memory(64 * 1024);
+      JournalMemory memory(64 * 1024);
       three_records(memory);
       flip(memory, index * memory.area_bytes + bit / 8, bit % 8);
       INFO("bit " << bit << " of area " << index);
@@ -238,7 +192,7 @@ TEST_CASE("journal: a wrong bit in an area's head loses nothing, or is told of")
 }
 
 TEST_CASE("journal: records that lie there in ruins are all told of") {
-  Memory memory;
+  JournalMemory memory;
   const uint64_t at = three_records(memory);
   std::memset(memory.base + at, 0xff, 300);
   CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{100});
@@ -247,7 +201,7 @@ TEST_CASE("journal: records that lie there in ruins are all told of") {
 }
 
 TEST_CASE("journal: it does not grow with what is settled") {
-  Memory memory;
+  JournalMemory memory;
   Journal& journal = *memory.journal;
   REQUIRE(journal.note(state_of(3, 1), arena::Change::None).ok());
   for (uint64_t i = 0; i < 200'000; ++i) {  // 18 MB of records, in areas of 4 MiB
@@ -260,7 +214,7 @@ TEST_CASE("journal: it does not grow with what is settled") {
 }
 
 TEST_CASE("journal: what long contents took of memory goes back when they are settled") {
-  Memory memory(64 * 1024 * 1024);
+  JournalMemory memory(64 * 1024 * 1024);
   Journal& journal = *memory.journal;
   constexpr uint64_t kRecords = 50'000;
   const auto fill = [&](uint64_t ino) {
@@ -292,7 +246,7 @@ TEST_CASE("journal: what long contents took of memory goes back when they are se
 }
 
 TEST_CASE("journal: it does not grow with what is written over and over") {
-  Memory memory(256 * 1024 * 1024);
+  JournalMemory memory(256 * 1024 * 1024);
   for (uint64_t i = 0; i < 500'000; ++i) {  // 50 MB
     REQUIRE(memory.journal->note_extents(state_of(4, i), {extent_at(i % 1000)}).ok());
   }
@@ -301,7 +255,7 @@ TEST_CASE("journal: it does not grow with what is written over and over") {
 }
 
 TEST_CASE("journal: a full one says so, and takes records again when others are settled") {
-  Memory memory(64 * 1024);
+  JournalMemory memory(64 * 1024);
   Journal& journal = *memory.journal;
   REQUIRE(journal.note(state_of(3, 1), arena::Change::None).ok());
   Status status;
@@ -315,12 +269,36 @@ TEST_CASE("journal: a full one says so, and takes records again when others are 
   CHECK(sizes(memory.recovered()) == std::vector<uint64_t>{1, 2});
 }
 
+TEST_CASE("journal: what is settled without room to say so does not come back") {
+  JournalMemory memory(64 * 1024);
+  Journal& journal = *memory.journal;
+  uint64_t kept = 0;
+  for (uint64_t i = 0; i < 3; ++i) {
+    if (i == 2) kept = memory.sequence;
+    REQUIRE(journal.note_extents(state_of(3, i), {extent_at(2 * i)}).ok());
+  }
+  uint64_t taken = 0;
+  while (journal.note(state_of(4, 100 + taken), arena::Change::None).ok()) ++taken;
+  SUBCASE("all of it") { journal.settle(3, UINT64_MAX); }
+  SUBCASE("up to a change") { journal.settle(3, kept - 1); }
+  for (int server = 0; server < 2; ++server) {
+    auto found = sizes(memory.recovered());
+    CHECK(memory.damage.empty());
+    CHECK(std::count_if(found.begin(), found.end(), [](uint64_t size) { return size < 2; }) == 0);
+    CHECK(found.size() >= taken);
+  }
+  // The others are settled, and one is told of that has to come.
+  journal.settle(4, UINT64_MAX);
+  REQUIRE(journal.note(state_of(3, 9), arena::Change::None).ok());
+  CHECK(sizes(memory.recovered()).back() == 9);
+}
+
 TEST_CASE("journal: of what is written over and over it has the last places, and room for more") {
   constexpr arena::Change kOthers[] = {arena::Change::Begun, arena::Change::Reached,
                                        arena::Change::Closed, arena::Change::Truncate,
                                        arena::Change::Lost};
-  Memory memory(256 * 1024);
-  Memory all(16 * 1024 * 1024);
+  JournalMemory memory(256 * 1024);
+  JournalMemory all(16 * 1024 * 1024);
   const uint64_t seed = test_seed();
   CAPTURE(seed);
   std::mt19937_64 random(seed);

@@ -22,6 +22,7 @@ struct EngineOptions {
   int devices = 2;
   uint64_t chunk_bytes = 256 * 1024;
   uint64_t slots = 32;
+  uint64_t journal_area_bytes = 4 * 1024 * 1024;
   std::vector<std::string> paths =
       {};  // of the first devices; temporary directories for the others
   Ack ack = Ack::Early;
@@ -232,6 +233,7 @@ class EngineFixture {
     }
     config.slot_bytes = options_.chunk_bytes;
     config.staging_bytes = options_.slots * options_.chunk_bytes;
+    config.journal_area_bytes = options_.journal_area_bytes;
     config.object_base = ++opened_;
     config.ack = options_.ack;
     config.channel_threads = options_.channel_threads;
