@@ -261,7 +261,9 @@ void bind_files(nb::class_<Engine>& type) {
              return handle->file->take_error(&handle->errors_seen);
            })
       .def("committed", [](Engine& engine, uint64_t ino, uint64_t sequence) {
-        loaded(engine, ino)->committed(sequence);
+        const std::shared_ptr<File> file = loaded(engine, ino);
+        const nb::gil_scoped_release release;
+        file->committed(sequence);
       });
 }
 

@@ -280,6 +280,7 @@ void Engine::abandon(uint64_t ino) {
   arena_->journal().settle(ino, UINT64_MAX);
   leftovers_.erase(it);
   parted_.erase(ino);
+  wake();  // there is room in staging, and in the journal
 }
 
 void Engine::begin(uint64_t ino) {

@@ -69,7 +69,7 @@ Status File::revert(uint64_t size, int64_t mtime_ns, int64_t ctime_ns,
     committed_sequence_ = ++sequence_;
     bytes_committed_ = bytes_in_snapshot_ = bytes_acknowledged_;
     oldest_ns_ = oldest_in_snapshot_ns_ = 0;
-    plane_.arena().journal().settle(ino_, UINT64_MAX);
+    settle(UINT64_MAX, actions);
     status = set_content(size, mtime_ns, ctime_ns, std::move(content), segments);
   }
   actions.run();

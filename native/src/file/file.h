@@ -377,6 +377,7 @@ class File : public std::enable_shared_from_this<File> {
   void replay_truncation(uint64_t size, uint64_t sequence) REQUIRES(mutex_);
   void find_garbage(bool gaps) REQUIRES(mutex_);
   void keep_written_in_tails() REQUIRES(mutex_);
+  void settle(uint64_t sequence, Actions& actions) REQUIRES(mutex_);
   void trim_recovered(const std::pair<uint16_t, uint64_t>& key, uint64_t bytes, Actions& actions)
       REQUIRES(mutex_);
   Outcome zero_recovered_tails(Actions& actions) REQUIRES(mutex_);

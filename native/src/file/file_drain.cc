@@ -276,7 +276,7 @@ void File::committed(uint64_t sequence) {
     if (clean && inline_mode_ && !chains_.empty()) {
       for (Slot* slot : chains_.begin()->second) publish(slot, arena::SlotState::Filling);
     }
-    plane_.arena().journal().settle(ino_, clean ? UINT64_MAX : snapshot_noted_);
+    settle(clean ? UINT64_MAX : snapshot_noted_, actions);
     if (inline_mode_ && clean) {
       inline_ = compose_inline();
       std::vector<Slot*> done;
@@ -289,6 +289,12 @@ void File::committed(uint64_t sequence) {
     }
   }
   actions.run();
+}
+
+// The journal has room again for who waits for that.
+void File::settle(uint64_t sequence, Actions& actions) {
+  plane_.arena().journal().settle(ino_, sequence);
+  actions.add([this] { plane_.wake(); });
 }
 
 Status File::retire(const std::function<Status()>& leave) {
@@ -325,7 +331,7 @@ void File::drop(std::function<void(std::vector<std::pair<uint16_t, uint64_t>>)> 
         [this, done](Actions& after, int) {
           mutex_.assert_held();
           dropped_ = true;
-          plane_.arena().journal().settle(ino_, UINT64_MAX);
+          settle(UINT64_MAX, after);
           std::vector<std::pair<uint16_t, uint64_t>> keys;
           for (const auto& [key, object] : objects_) keys.push_back(key);
           after.add([done, keys] { done(keys); });

@@ -201,8 +201,9 @@ void File::object_made(const std::shared_ptr<Appender>& entry, uint64_t needed, 
       actions.add([this] { plane_.wake(); });
     } else if (dropped_) {
       entry->growing = false;
-      Device* device = plane_.device(entry->device);
-      actions.add([device, id] { device->remove_object(id, [](int) {}); });
+      if (Device* device = plane_.device(entry->device); device != nullptr) {
+        actions.add([device, id] { device->remove_object(id, [](int) {}); });
+      }
     } else {
       objects_[{entry->device, id}] = object;
       entry->objects.push_back({std::move(object), id, limit_blocks(*entry, needed)});

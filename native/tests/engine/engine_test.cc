@@ -81,6 +81,21 @@ TEST_CASE("engine: the kernel may have pages as long as a handle is open that th
   engine.release_handle(2);
 }
 
+TEST_CASE("engine: bytes that wait for the journal go on when another file is dropped") {
+  EngineFixture fixture({.journal_area_bytes = 64 * 1024});
+  const auto other = fixture.load(4);
+  Journal& journal = fixture.engine().arena().journal();
+  while (journal.note({4, 1, 1, 1, false}, arena::Change::None).ok()) {
+  }
+  const auto file = fixture.load(3);
+  const std::string bytes = random_bytes(4 * fixture.options().chunk_bytes, 1);
+  REQUIRE(fixture.write(*file, 0, bytes) == 0);
+  fixture.wait_idle();  // on the devices, and the journal has no room to say where
+  event_of<DroppedEvent>(fixture.engine(), fixture.engine().drop(4));
+  CHECK(fixture.commit(*file, false) == 0);
+  CHECK(fixture.read(*file, 0, bytes.size()) == bytes);
+}
+
 TEST_CASE("engine: an object that was removed is gone when that is said") {
   EngineFixture fixture({.devices = 1});
   const std::shared_ptr<File> file = fixture.load(1);
