@@ -27,6 +27,7 @@ from fpfs.daemon.catalog.replicas import (
     ALONE_NAME,
     PENDING_PAGES_MAX,
     Copies,
+    check_one_went_on,
     note_alone,
 )
 from fpfs.daemon.catalog.reserve import RESERVE_NAME, empty_if_full
@@ -82,7 +83,7 @@ def open_copies(
         if not sound:
             raise _refusal(found)
         _check_none_is_newer(found)
-        _check_one_went_on(sound)
+        check_one_went_on([copy.path for copy in sound])
         leader = _choose(sound)
         troubles: dict[Path, str] = {}
         recovered: list[str] = []
@@ -170,16 +171,6 @@ def _check_none_is_newer(found: Sequence[_Copy]) -> None:
                 remedy=f"put back {copy.path} and its catalog.sums, or remove {ALONE_NAME} beside"
                 " it to go back to the older state",
             )
-
-
-def _check_one_went_on(sound: Sequence[_Copy]) -> None:
-    """Refuse two copies of which each went on without the other: both have what the other lacks."""
-    alone = [copy.path for copy in sound if copy.path.with_name(ALONE_NAME).exists()]
-    if len(alone) > 1:
-        raise CatalogError(
-            f"catalogs {alone[0]} and {alone[1]} were each changed without the other",
-            remedy=f"choose one state: remove catalog.db and {ALONE_NAME} beside the other copy",
-        )
 
 
 def _check_format(copy: _Copy) -> None:

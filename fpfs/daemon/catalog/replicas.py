@@ -73,6 +73,19 @@ def note_alone(copy: Path) -> None:
         log.warning("it cannot be noted that catalog %s goes on alone: %s", copy, error)
 
 
+def check_one_went_on(copies: Sequence[Path]) -> None:
+    """Refuse two copies of which each went on without the other: both have what the other lacks.
+
+    Raises `CatalogError`. Blocks.
+    """
+    alone = [path for path in copies if path.with_name(ALONE_NAME).exists()]
+    if len(alone) > 1:
+        raise CatalogError(
+            f"catalogs {alone[0]} and {alone[1]} were each changed without the other",
+            remedy=f"choose one state: remove catalog.db and {ALONE_NAME} beside the other copy",
+        )
+
+
 def _open_log(path: Path) -> int:
     return os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
 

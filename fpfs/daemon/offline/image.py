@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.engine import CatalogFiles
 from fpfs.core.errors import CatalogError, CatalogTooNew
 from fpfs.daemon.catalog.migration import migrate
-from fpfs.daemon.catalog.replicas import ALONE_NAME
+from fpfs.daemon.catalog.replicas import ALONE_NAME, check_one_went_on
 from fpfs.daemon.catalog.safe_open import open_regular
 from fpfs.daemon.catalog.schema import (
     FORMAT_VERSION,
@@ -77,7 +77,8 @@ def lacks_room(error: OSError | sqlite3.Error) -> bool:
 def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> CatalogImage | None:
     """Return an image of the newest sound copy of a catalog that nobody uses, made in `folder`.
 
-    None: there is none at any of the `paths`. Raises `CatalogError` when none can be used.
+    None: there is none at any of the `paths`. Raises `CatalogError` when none can be used, or each
+    of two has what the other lacks.
     """
     troubles: dict[Path, str] = {}
     found: list[tuple[int, Path, Path]] = []
@@ -108,6 +109,7 @@ def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> Ca
                 remedy=f"put back {path} and its catalog.sums, or remove {ALONE_NAME} beside it to"
                 " go back to the older state",
             )
+    check_one_went_on([path for _sequence, path, _database in found])
     _sequence, source, database = max(found, key=lambda each: each[0])
     return CatalogImage(source, _open(database), troubles)
 

@@ -245,6 +245,13 @@ def test_each_device_changed_without_the_other_is_refused(tmp_path: Path) -> Non
                 mount.unmount()
         with pytest.raises(CommandFailed, match="choose one state"):
             mount.mount()
+        copy = tmp_path / "copy"
+        for words, status in ([["fsck"], 8], [["fsck", "--repair"], 8], [["export"], 1]):
+            done = run_fpfs(*words, *mount.devices, *([copy] if words == ["export"] else []))
+            assert (done.returncode, done.stdout) == (status, "")
+            assert "were each changed without the other" in done.stderr
+            assert "choose one state" in done.stderr
+        assert not copy.exists()
         for name in ("catalog.db", "catalog.alone"):
             (mount.devices[1] / name).unlink()
         mount.mount()
