@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.catalog.schema import DeviceUse
+from fpfs.daemon.catalog.replicas import ALONE_NAME
+from fpfs.daemon.catalog.reserve import RESERVE_NAME
+from fpfs.daemon.catalog.schema import CATALOG_NAME, DeviceUse
 from fpfs.daemon.devices.label import LOCK_NAME, newest, read_backing, read_stamp, write_stamp
 from fpfs.daemon.devices.missing import (
     CATALOG_DEVICES_FIRST,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from fpfs.daemon.devices.label import Stamp
 
 OBJECTS_NAME = "objects"
+
+CATALOG_TRACES = (f"{CATALOG_NAME}-wal", ALONE_NAME, RESERVE_NAME)
+"""Files that are made only beside a catalog that is durable. Its sums are there before it is."""
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +107,11 @@ class DeviceSet:
     def missing_catalog_directories(self) -> tuple[str, ...]:
         """Where copies of the catalog were that are missing with their devices."""
         return tuple(each.path for each in self.missing if each.number in self.catalog_numbers)
+
+    @property
+    def was_used(self) -> bool:
+        """Whether there may ever have been a catalog. Raises OSError where that cannot be told."""
+        return bool(self.joining) or any(map(_was_used, self.devices))
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -264,3 +274,12 @@ class DeviceSet:
     ) -> None:
         """Unlock the directories."""
         self.close()
+
+
+def _was_used(device: DeviceDirectory) -> bool:
+    try:
+        if os.listdir(device.objects_path):
+            return True
+    except FileNotFoundError:
+        return True  # a server died while it emptied one that was removed
+    return any(os.path.lexists(os.path.join(device.path, name)) for name in CATALOG_TRACES)

@@ -28,7 +28,7 @@ from fpfs.daemon.mount.paths import CPU_LATENCY
 if TYPE_CHECKING:
     from fpfs.core.options import ServerConfig
     from fpfs.daemon.devices.members import DeviceRegistry
-    from fpfs.daemon.devices.opened_set import DeviceDirectory, DeviceSet
+    from fpfs.daemon.devices.opened_set import DeviceSet
 
 
 def mount_options(options: MountOptions, *, filesystem_id: str) -> list[str]:
@@ -77,12 +77,11 @@ def control_access(options: MountOptions) -> Access:
 def open_catalog(devices: DeviceSet) -> Catalog:
     """The catalog of a set of devices, made first where nothing was ever mounted. Blocks.
 
-    Raises `CatalogMissing` where there are objects without the catalog that names them.
+    Raises `CatalogMissing` where there was one, which names what lies on the devices.
     """
     paths = [Path(folder, CATALOG_NAME) for folder in devices.catalog_directories]
     absent = [Path(folder, CATALOG_NAME) for folder in devices.missing_catalog_directories]
-    unused = not devices.joining and not any(map(_was_used, devices.devices))
-    is_new = unused and not devices.missing and not any(path.exists() for path in paths)
+    is_new = not (devices.was_used or devices.missing or any(path.exists() for path in paths))
     if is_new:
         Catalog.format(
             paths[0],
@@ -94,14 +93,6 @@ def open_catalog(devices: DeviceSet) -> Catalog:
             root=RootOwner(uid=os.geteuid(), gid=os.getegid()),
         )
     return Catalog.open(*paths, filesystem_id=devices.filesystem_id, is_new=is_new, absent=absent)
-
-
-def _was_used(device: DeviceDirectory) -> bool:
-    """Whether there may ever have been something on a device."""
-    try:
-        return bool(os.listdir(device.objects_path))
-    except FileNotFoundError:
-        return True  # a server died while it emptied one that was removed
 
 
 def check_identity(catalog: Catalog, devices: DeviceSet) -> None:

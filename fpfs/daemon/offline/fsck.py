@@ -363,7 +363,7 @@ def open_image(devices: DeviceSet, folder: Path, *, asked: str) -> CatalogImage 
     paths = [Path(each, DATABASE) for each in devices.catalog_directories]
     with refusing_image(asked):
         image = take_image(paths, folder=folder, filesystem_id=devices.filesystem_id)
-        if image is None and _has_objects(devices):
+        if image is None and devices.was_used:
             raise CatalogError(
                 f"there is none at {' nor at '.join(str(path) for path in paths)}",
                 remedy="put it back from a backup, without -wal",
@@ -376,11 +376,3 @@ def open_image(devices: DeviceSet, folder: Path, *, asked: str) -> CatalogImage 
                 image.close()
                 raise
     return image
-
-
-def _has_objects(devices: DeviceSet) -> bool:
-    objects = Objects(devices.devices)
-    try:
-        return any(True for _each in objects.list_all())
-    finally:
-        objects.close()

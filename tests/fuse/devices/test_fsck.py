@@ -19,6 +19,7 @@ from fpfs.core.fsck import CheckReport, Kind
 from fpfs.daemon.catalog.schema import row_crc
 from fpfs.daemon.offline.fsck import Wishes, check_devices
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from tests.support.catalog.catalogs import LEFT_BY_A_CATALOG, LEFT_BY_NO_CATALOG, leave
 from tests.support.catalog.device_sets import DeviceSet, fill, filled
 from tests.support.contents import random_bytes
 from tests.support.failures.crash import close_dead, crash
@@ -297,12 +298,36 @@ def test_both_copies_damaged_cannot_be_checked(devices: DeviceSet) -> None:
     assert devices.hashes() == before
 
 
-def test_one_that_was_never_mounted(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    assert run_fpfs("format", "-d", tmp_path / "a").returncode == 0
-    done = fsck(tmp_path / "a")
+@pytest.mark.parametrize("left", ["", *LEFT_BY_NO_CATALOG])
+def test_one_that_was_never_mounted(tmp_path: Path, left: str) -> None:
+    device, copy = tmp_path / "a", tmp_path / "copy"
+    device.mkdir()
+    check_fpfs("format", "-d", device)
+    if left:
+        leave(device / left)
+    done = fsck(device)
     assert (done.returncode, done.stderr) == (0, "")
     assert "nothing was ever stored" in done.stdout
+    done = run_fpfs("export", device, copy)
+    assert (done.returncode, os.listdir(copy)) == (0, [])
+    assert "nothing was ever stored" in done.stderr
+
+
+@pytest.mark.parametrize("left", LEFT_BY_A_CATALOG)
+def test_a_catalog_that_is_lost_is_told_of(tmp_path: Path, left: str) -> None:
+    device, copy = tmp_path / "a", tmp_path / "copy"
+    device.mkdir()
+    check_fpfs("format", "-d", device)
+    leave(device / left)
+    for words, status in (
+        (("fsck", device), 8),
+        (("fsck", "--repair", device), 8),
+        (("export", device, copy), 1),
+    ):
+        done = run_fpfs(*words)
+        assert (done.returncode, done.stdout) == (status, "")
+        assert f"there is none at {device}/catalog.db; put it back from a backup" in done.stderr
+    assert not copy.exists()
 
 
 def test_objects_that_an_open_file_has_emptied_are_gone_from_both_sides() -> None:

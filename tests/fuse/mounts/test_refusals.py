@@ -19,6 +19,7 @@ from fpfs.daemon.devices.label import STAMP_NAME, read_stamp, write_stamp
 from fpfs.daemon.devices.opened_set import OBJECTS_NAME
 from fpfs.daemon.mount.paths import make_runtime_folder
 from fpfs.testing.mounted import REPOSITORY, check_fpfs, mounted
+from tests.support.catalog.catalogs import LEFT_BY_A_CATALOG, LEFT_BY_NO_CATALOG, leave
 from tests.support.processes import run
 from tests.support.refusals import refusal, with_mounts
 
@@ -185,10 +186,11 @@ def test_a_first_mount_on_a_full_device(full_device: Path, places: Places, tmp_p
     assert can_be_mounted(full_device, mountpoint)
 
 
-def test_objects_without_their_catalog(places: Places, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", LEFT_BY_A_CATALOG)
+def test_a_catalog_that_is_lost_is_not_made_anew(places: Places, tmp_path: Path, left: str) -> None:
     device, mountpoint = places
     check_fpfs("format", "-d", device)
-    (device / OBJECTS_NAME / "00").mkdir()
+    leave(device / left)
     message = refusal("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
     assert f"(there is no catalog at {device}/catalog.db, which names what lies on the" in message
     assert message.endswith(
@@ -196,6 +198,14 @@ def test_objects_without_their_catalog(places: Places, tmp_path: Path) -> None:
     )
     assert not (device / "catalog.db").exists()
     assert not arena_of(device).exists()
+
+
+@pytest.mark.parametrize("left", LEFT_BY_NO_CATALOG)
+def test_what_a_first_mount_that_was_killed_leaves_is_mounted(places: Places, left: str) -> None:
+    device, mountpoint = places
+    check_fpfs("format", "-d", device)
+    leave(device / left)
+    assert can_be_mounted(device, mountpoint)
 
 
 def test_a_catalog_of_another_filesystem(places: Places, tmp_path: Path) -> None:

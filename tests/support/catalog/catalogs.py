@@ -36,12 +36,26 @@ LATE = b"late"
 
 FILES = ("catalog.db", "catalog.db-wal", "catalog.sums")
 
+LEFT_BY_A_CATALOG = ("objects/00", "reserve", "catalog.db-wal", "catalog.alone")
+"""Each is in a device directory only if there was a catalog."""
+
+LEFT_BY_NO_CATALOG = (".catalog.db.new", "catalog.sums")
+"""What is there when a first mount is killed before its catalog has its name."""
+
 Entry = tuple[Any, ...]
 
 
 def paths_of(folder: Path) -> tuple[Path, Path]:
     """Where the copies of a catalog of two devices are."""
     return folder / "a" / "catalog.db", folder / "b" / "catalog.db"
+
+
+def leave(path: Path) -> None:
+    """Make one of the things that are left."""
+    if path.parent.name == "objects":
+        path.mkdir()
+    else:
+        path.write_bytes(b"half of something")
 
 
 def make_catalog(folder: Path) -> Catalog:
