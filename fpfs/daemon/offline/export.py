@@ -83,6 +83,14 @@ class _Inode(NamedTuple):
         return stat.S_IFMT(self.mode) if 0 <= self.mode < MODE_END else 0
 
 
+class _Piece(NamedTuple):
+    """A part of a run, from its block `first` on: bytes, and which blocks are lost, and why."""
+
+    first: int
+    content: bytes
+    lost: list[tuple[int, str]]
+
+
 class _Folder(NamedTuple):
     """A directory under way: its inode (0: none), and where what is in it is copied to."""
 
@@ -481,54 +489,49 @@ class _Export:
                     lost += self._copy_run(pieces, start + run.block, inode.size, descriptor)
         return [*damage, *_lost_lines(lost)]
 
-    def _pieces(
-        self, run: Run, checksums: Sequence[int]
-    ) -> Iterator[tuple[int, int, bytes, list[tuple[int, str]]]]:
-        """Yield parts of a run: first block, count, bytes, and blocks that are lost, and why."""
-        place = ObjectId(run.device, run.object)
+    def _pieces(self, run: Run, checksums: Sequence[int]) -> Iterator[_Piece]:
+        """Yield parts of a run; without `checksums` nobody knows what its blocks should hold."""
         for first in range(0, run.count, READ_BLOCKS):
             count = min(READ_BLOCKS, run.count - first)
-            wanted = checksums[first : first + count]
-            try:
-                content = self._objects.read_blocks(place, run.object_block + first, count)
-                if not wanted or checksum_blocks(content) == list(wanted):
-                    yield first, count, content, []
-                    continue
-            except OSError as error:
-                if not wanted:
-                    lost = [(i, f"cannot be read: {error.strerror}") for i in range(count)]
-                    yield first, count, bytes(count * BLOCK_BYTES), lost
-                    continue
-            yield self._singly(place, run, first, wanted)
+            content, why = self._read(run, checksums, first, count)
+            if not why:
+                yield _Piece(first, content, [])
+                continue
+            parts: list[bytes] = []
+            lost: list[tuple[int, str]] = []
+            for i in range(count):
+                content, why = self._read(run, checksums, first + i, 1)
+                if why:
+                    lost.append((i, why))
+                parts.append(bytes(BLOCK_BYTES) if why else content)
+            yield _Piece(first, b"".join(parts), lost)
 
-    def _singly(
-        self, place: ObjectId, run: Run, first: int, wanted: Sequence[int]
-    ) -> tuple[int, int, bytes, list[tuple[int, str]]]:
-        """A part of a run in which some blocks are damaged."""
-        parts, lost = [], []
-        for i, checksum in enumerate(wanted):
-            content, why = bytes(BLOCK_BYTES), ""
-            try:
-                read = self._objects.read_blocks(place, run.object_block + first + i, 1)
-                why = "" if checksum_blocks(read) == [checksum] else "fails its checksum"
-                content = content if why else read
-            except OSError as error:
-                why = f"cannot be read: {error.strerror}"
-            if why:
-                lost.append((i, why))
-            parts.append(content)
-        return first, len(wanted), b"".join(parts), lost
+    def _read(
+        self, run: Run, checksums: Sequence[int], first: int, count: int
+    ) -> tuple[bytes, str]:
+        """Some blocks of a run, and in what way not all of them are sound, if they are not."""
+        place = ObjectId(run.device, run.object)
+        begin = run.object_block + first
+        try:
+            content = self._objects.read_blocks(place, begin, count)
+            if checksums:
+                is_sound = checksum_blocks(content) == list(checksums[first : first + count])
+                return content, "" if is_sound else "fails its checksum"
+            is_there = begin + count <= self._objects.count_blocks(place)
+            return content, "" if is_there else "the object ends before"
+        except OSError as error:
+            return b"", f"cannot be read: {error.strerror}"
 
     def _copy_run(
         self,
-        pieces: Iterator[tuple[int, int, bytes, list[tuple[int, str]]]],
+        pieces: Iterator[_Piece],
         block: int,
         size: int,
         descriptor: int,
     ) -> list[tuple[int, int, str]]:
         """Write the parts of a run, from a file's block on; returns what is lost: bytes, why."""
         ranges: list[tuple[int, int, str]] = []
-        for first, _count, content, lost in pieces:
+        for first, content, lost in pieces:
             offset = (block + first) * BLOCK_BYTES
             kept = content[: max(0, size - offset)]
             if kept:

@@ -142,6 +142,10 @@ class Objects:
                     break
             return bytes(view[:done]) + bytes(wanted - done)
 
+    def count_blocks(self, place: ObjectId) -> int:
+        """How many blocks an object has, the last one perhaps in part. Raises OSError."""
+        return -(-os.fstat(self._open(place)).st_size // BLOCK_BYTES)
+
     def damaged_blocks(
         self, place: ObjectId, block: int, checksums: Sequence[int]
     ) -> Iterator[tuple[int, str]]:

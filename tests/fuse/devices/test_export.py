@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.core.engine import BLOCK_BYTES
+from fpfs.core.engine import BLOCK_BYTES, ObjectId
+from fpfs.daemon.offline.export import export as export_here
+from fpfs.daemon.offline.objects import Objects
 from fpfs.testing.mounted import check_fpfs, mounted, run_fpfs
 from tests.support.catalog.device_sets import LARGE_BYTES, SMALL, DeviceSet, fill, filled
 from tests.support.contents import random_bytes
@@ -130,6 +132,40 @@ def test_what_is_lost_is_named_and_has_another_name(tmp_path: Path) -> None:
         assert kept == content[:first] + bytes(BLOCK_BYTES) + content[last + 1 :]
         assert (copy / "large.damaged").samefile(copy / "folder" / "link.damaged")
         assert (copy / "sparse").exists()
+
+
+def test_without_checksums_what_is_lost_is_named_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = random_bytes(30 * BLOCK_BYTES + 5, seed=3)
+    with mounted(devices=1, options=["checksums=off"]) as mount:
+        for name in ("cut", "faulty"):
+            (mount.root / name).write_bytes(content)
+        mount.flush()
+        end = blocks_of(mount, mount.root / "cut")[20]
+        faulty = blocks_of(mount, mount.root / "faulty")[7]
+        mount.unmount()
+        os.truncate(end.path, end.offset)
+        read_blocks = Objects.read_blocks
+
+        def failing(objects: Objects, place: ObjectId, block: int, count: int) -> bytes:
+            if place.id == faulty.object and block <= faulty.object_block < block + count:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read_blocks(objects, place, block, count)
+
+        monkeypatch.setattr(Objects, "read_blocks", failing)
+        words = [str(device) for device in mount.devices]
+        copy = tmp_path / "copy"
+        done = export_here(words, str(copy), subtree="/", progress=lambda _done, _total: None)
+    first, last = 7 * BLOCK_BYTES, 8 * BLOCK_BYTES - 1
+    assert set(done.problems) == {
+        f"cut: bytes {20 * BLOCK_BYTES} to {len(content) - 1} are lost: the object ends before",
+        f"faulty: bytes {first} to {last} are lost: cannot be read: {os.strerror(errno.EIO)}",
+    }
+    kept = (copy / "cut.damaged").read_bytes()
+    assert kept == content[: 20 * BLOCK_BYTES] + bytes(10 * BLOCK_BYTES + 5)
+    kept = (copy / "faulty.damaged").read_bytes()
+    assert kept == content[:first] + bytes(BLOCK_BYTES) + content[last + 1 :]
 
 
 def test_what_was_committed_before_a_crash_is_copied(tmp_path: Path) -> None:
