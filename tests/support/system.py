@@ -19,6 +19,8 @@ AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
 AT_STATX_FORCE_SYNC = 0x2000
 STATX_BASIC_STATS = 0x7FF
+CAP_NET_BIND_SERVICE = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+"""A file's capabilities (struct vfs_cap_data, revision 2): one of them, effective."""
 
 
 class RenameFlag(enum.IntFlag):

@@ -395,7 +395,13 @@ class _Export:
             self._problem(path, f"{what} cannot be set: {why}")
 
     def _set_attributes(self, descriptor: int, inode: _Inode, path: bytes) -> None:
-        """Owner, permissions, extended attributes and times, in the order that keeps them all."""
+        """Owner, extended attributes, permissions and times, in the order that keeps them all."""
+        has_owner = False
+        if self._sets_owners:
+            # It takes capabilities away, and set-user-id.
+            with self._noting(path, "its owner"):
+                os.fchown(descriptor, inode.uid, inode.gid)
+                has_owner = True
         rows = self._connection.execute(
             "SELECT name, value FROM xattrs WHERE ino = ?", (inode.ino,)
         ).fetchall()
@@ -403,11 +409,6 @@ class _Export:
             with self._noting(path, f"its attribute {show_name(name)}"):
                 os.setxattr(descriptor, name, value)
         permissions = stat.S_IMODE(inode.mode)
-        has_owner = False
-        if self._sets_owners:
-            with self._noting(path, "its owner"):
-                os.fchown(descriptor, inode.uid, inode.gid)
-                has_owner = True
         if not has_owner:
             # For another owner these would mean something else.
             permissions &= ~(stat.S_ISUID | stat.S_ISGID)

@@ -23,6 +23,7 @@ from tests.support.failures.crash import close_dead
 from tests.support.failures.damage import blocks_of, flip
 from tests.support.nobody import AS_NOBODY, need_nobody
 from tests.support.processes import run
+from tests.support.system import CAP_NET_BIND_SERVICE
 
 
 def export(*words: str | Path, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -74,6 +75,7 @@ def test_everything_is_copied_as_the_mount_shows_it(tmp_path: Path) -> None:
         Path(os.fsdecode(name)).write_bytes(b"not UTF-8")
         if os.geteuid() == 0:
             os.chown(mount.root / "large", 1234, 5678)
+            os.setxattr(mount.root / "large", "security.capability", CAP_NET_BIND_SERVICE)
             os.chown(mount.root / "folder" / "symlink", 12, 34, follow_symlinks=False)
         os.chmod(mount.root / "folder" / "other", 0o6755)
         expected = tree(mount.root)

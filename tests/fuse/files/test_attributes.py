@@ -6,7 +6,6 @@ import mmap
 import os
 import socket
 import stat
-import struct
 import time
 from pathlib import Path
 
@@ -14,12 +13,10 @@ import pytest
 
 from fpfs.testing.mounted import Mount
 from tests.support.processes import expect_line, python_child, run, tell
-from tests.support.system import errno_of, stat_from_server
+from tests.support.system import CAP_NET_BIND_SERVICE, errno_of, stat_from_server
 from tests.support.target import Target
 
 NANOSECONDS = (0, 1, 999_999_999, 1_234_567_890_123_456_789, 2**31 * 10**9 + 5, -1)
-CAP_NET_BIND_SERVICE = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
-"""A file's capabilities (struct vfs_cap_data, revision 2): one of them, effective."""
 TIME_S_MAX = (2**63 - 1) // 10**9
 CLOCK_REALTIME_COARSE = 5
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing owners needs root")
