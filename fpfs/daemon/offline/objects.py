@@ -45,7 +45,7 @@ class StoredObject(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """Something in an objects directory that is no object; `what` says why."""
+    """Something in an objects directory that is no object, or cannot be read; `what` says why."""
 
     device: int
     path: str
@@ -92,7 +92,12 @@ class Objects:
     def list_all(self) -> Iterator[StoredObject | Stray]:
         """Yield everything that is in the objects directories."""
         for device, root_fd in self._folders.items():
-            for name in sorted(os.listdir(root_fd)):
+            try:
+                names = sorted(os.listdir(root_fd))
+            except OSError as error:
+                yield Stray(device, OBJECTS_NAME, _unreadable(error))
+                continue
+            for name in names:
                 if name != _PROBE:
                     yield from self._list_folder(device, root_fd, name)
 
@@ -105,23 +110,27 @@ class Objects:
             folder_fd = open_folder(name, folder_fd=root_fd)
         except OSError as error:
             is_no_folder = error.errno in (errno.ENOTDIR, errno.ELOOP)
-            why = "is no directory" if is_no_folder else f"cannot be read: {error.strerror}"
-            yield Stray(device, shown, why)
+            yield Stray(device, shown, "is no directory" if is_no_folder else _unreadable(error))
             return
         try:
             for entry in sorted(os.listdir(folder_fd)):
+                path = f"{shown}/{show_name(os.fsencode(entry))}"
                 try:
                     found = os.stat(entry, dir_fd=folder_fd, follow_symlinks=False)
                 except FileNotFoundError:  # removed meanwhile
                     continue
+                except OSError as error:
+                    yield Stray(device, path, _unreadable(error))
+                    continue
                 id_ = int(entry, 16) if _OBJECT.fullmatch(entry) else _ID_END
                 if id_ >= _ID_END or f"{id_ & 0xFF:02x}" != name:
-                    yield Stray(device, f"{shown}/{show_name(os.fsencode(entry))}", "is no object")
+                    yield Stray(device, path, "is no object")
                 elif not stat.S_ISREG(found.st_mode):
-                    what = "is in the place of an object, and no regular file"
-                    yield Stray(device, f"{shown}/{entry}", what)
+                    yield Stray(device, path, "is in the place of an object, and no regular file")
                 else:
                     yield StoredObject(device, id_, found.st_size)
+        except OSError as error:
+            yield Stray(device, shown, _unreadable(error))
         finally:
             os.close(folder_fd)
 
@@ -170,7 +179,7 @@ class Objects:
                 if checksum_blocks(self.read_blocks(place, block + i, 1)) != [checksum]:
                     yield i, "checksum differs"
             except OSError as error:
-                yield i, f"cannot be read: {error.strerror}"
+                yield i, _unreadable(error)
 
     def _open(self, place: ObjectId) -> int:
         found = self._files.get(place)
@@ -205,6 +214,10 @@ class Objects:
                 os.fsync(folder_fd)
             finally:
                 os.close(folder_fd)
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read: {error.strerror}"
 
 
 def _open_direct(name: str, folder_fd: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -271,6 +273,40 @@ def test_strays_are_named_and_left(devices: DeviceSet) -> None:
     assert [finding.kind for finding in report.findings] == [Kind.STRAY]
     assert report.exit_status == 4
     assert stray.read_text() == "hello"
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3], ids=["objects", "a folder", "an object"])
+def test_what_cannot_be_listed_is_named(
+    devices: DeviceSet, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """The rest is checked, and nothing is taken for an orphan."""
+    lost = devices.objects_of(devices.ino("other"))[0]
+    device = devices.devices.index(lost.parents[2])
+    unreadable = devices.devices[device].joinpath(*lost.parts[-3:][:parts])
+    listdir, look = os.listdir, os.stat
+
+    def failing(path: str) -> None:
+        if path == str(unreadable):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failing_listdir(folder: int | str) -> list[str]:
+        failing(os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) else folder)
+        return listdir(folder)
+
+    def failing_stat(path: Any, *, dir_fd: int | None = None, **options: Any) -> os.stat_result:
+        if dir_fd is not None:
+            failing(os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path))
+        return look(path, dir_fd=dir_fd, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", failing_listdir)
+        patched.setattr(os, "stat", failing_stat)
+        report = check(devices)
+    shown = unreadable.relative_to(devices.devices[device])
+    text = f"{shown} on device {device} cannot be read: {os.strerror(errno.EIO)}: it is left alone"
+    assert [each.text for each in report.findings if each.kind is Kind.STRAY] == [text]
+    assert {each.kind for each in report.findings} == {Kind.STRAY, Kind.LOST}
+    assert report.exit_status == 4
 
 
 @pytest.mark.parametrize("number", [0, 1])
