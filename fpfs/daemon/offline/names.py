@@ -30,6 +30,7 @@ _KINDS = (
     stat.S_IFCHR,
     stat.S_IFBLK,
 )
+_NUMBER_END = 2**63
 _IS_DIRECTORY = f"mode >> 12 = {_DIRECTORY}"
 _FIXED = tuple(ino for ino, *_rest in FIXED_DIRECTORIES)
 
@@ -344,20 +345,15 @@ def _check_counter(connection: sqlite3.Connection) -> Iterator[Found]:
     largest, next_number = _largest_number(connection), _next_number(connection)
     if next_number <= largest:
         text = f"the next number is {next_number}, and {largest} is in use"
-        yield Found(
-            Finding(kind=Kind.STRUCTURE, text=text),
-            (
-                (
-                    "INSERT OR REPLACE INTO filesystem VALUES ('next_number', ?)",
-                    (largest + 1,),
-                ),
-            ),
-        )
+        correct = ("INSERT OR REPLACE INTO filesystem VALUES ('next_number', ?)", (largest + 1,))
+        is_left = largest + 1 == _NUMBER_END  # there is no larger one
+        yield Found(Finding(kind=Kind.STRUCTURE, text=text), () if is_left else (correct,))
 
 
 def _largest_number(connection: sqlite3.Connection) -> int:
     (largest,) = connection.execute(
         "SELECT max((SELECT coalesce(max(ino), 0) FROM inodes),"
+        " (SELECT coalesce(max(version), 0) FROM inodes),"
         " (SELECT coalesce(max(cookie), 0) FROM names),"
         " (SELECT coalesce(max(cookie), 0) FROM withheld),"
         " (SELECT coalesce(max(id), 0) FROM removals))"

@@ -122,6 +122,12 @@ def set_the_counter_back(devices: DeviceSet) -> None:
     devices.change("UPDATE filesystem SET value = 17 WHERE name = 'next_number'")
 
 
+def set_the_counter_back_to_a_version(devices: DeviceSet) -> None:
+    devices.change(
+        "UPDATE filesystem SET value = (SELECT max(version) FROM inodes) WHERE name = 'next_number'"
+    )
+
+
 def forget_an_object(devices: DeviceSet) -> None:
     devices.change(("DELETE FROM objects WHERE ino = ?", [devices.ino("other")]))
 
@@ -184,6 +190,7 @@ CORRECTED = [
     (mistype, Kind.NAME),
     (forget_parent, Kind.LINKS),
     (set_the_counter_back, Kind.STRUCTURE),
+    (set_the_counter_back_to_a_version, Kind.STRUCTURE),
     (forget_an_object, Kind.OBJECTS),
     (give_an_object_away, Kind.OBJECTS),
     (damage_an_object_row, Kind.OBJECTS),
@@ -273,6 +280,16 @@ def test_strays_are_named_and_left(devices: DeviceSet) -> None:
     assert [finding.kind for finding in report.findings] == [Kind.STRAY]
     assert report.exit_status == 4
     assert stray.read_text() == "hello"
+
+
+def test_a_number_without_a_next_one_is_named_and_left(devices: DeviceSet) -> None:
+    devices.change(
+        ("UPDATE inodes SET version = ? WHERE ino = ?", [2**63 - 1, devices.ino("large")])
+    )
+    for repair in (False, True):
+        report = check(devices, repair=repair)
+        assert [finding.kind for finding in report.findings] == [Kind.STRUCTURE]
+        assert report.exit_status == 4
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3], ids=["objects", "a folder", "an object"])
