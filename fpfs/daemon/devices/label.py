@@ -133,12 +133,10 @@ def write_stamp(path: str, stamp: Stamp) -> None:
     """Replace the stamp durably: whole or not at all."""
     temporary = os.path.join(path, STAMP_MADE_NAME)
     content = msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n"
-    stamp_fd = make_regular(temporary)
-    try:
-        os.write(stamp_fd, content)
-        os.fsync(stamp_fd)
-    finally:
-        os.close(stamp_fd)
+    with open(make_regular(temporary), "wb") as file:  # which writes on after a part
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.rename(temporary, os.path.join(path, STAMP_NAME))
     folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -6,9 +6,11 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +93,18 @@ def test_a_stamp_that_cannot_be_written_leaves_the_old_one(
     with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
         patched.setattr(os, "fsync", failing)
         write_stamp(str(tmp_path), msgspec.structs.replace(STAMP, device_count=5))
+    assert read_stamp(str(tmp_path), asked="test") == STAMP
+
+
+def test_a_stamp_of_which_there_is_room_for_a_part_leaves_the_old_one(tmp_path: Path) -> None:
+    write_stamp(str(tmp_path), STAMP)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+            write_stamp(str(tmp_path), msgspec.structs.replace(STAMP, device_count=5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_stamp(str(tmp_path), asked="test") == STAMP
 
 
