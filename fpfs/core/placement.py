@@ -10,7 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import count
 
+import msgspec
+
 from fpfs.core.engine import Layout
+from fpfs.core.errors import DamagedData
 from fpfs.core.policy import First, Policy
 from fpfs.core.policy_rules import DeviceFacts, choose_devices
 
@@ -27,6 +30,21 @@ _RANKS = tuple(
         r"-(\d{1,9})-of-\d+",  # transformers
     )
 )
+
+_layout_decoder = msgspec.msgpack.Decoder(Layout)
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """Return the stored form of a layout."""
+    return msgspec.msgpack.encode(layout)
+
+
+def decode_layout(stored: bytes | None) -> Layout:
+    """Return the layout of a stored regular file; `DamagedData` when it is none."""
+    try:
+        return _layout_decoder.decode(stored or b"")
+    except msgspec.MsgspecError as error:
+        raise DamagedData(f"the layout of a file cannot be read: {error}") from error
 
 
 def rank_of(name: bytes) -> int | None:

@@ -14,10 +14,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from fpfs.core.engine import Flow
-from fpfs.core.placement import Placer, conforms
+from fpfs.core.placement import Placer, conforms, decode_layout, encode_layout
 from fpfs.core.policy import First, Reads
 from fpfs.daemon.catalog.rows.attributes import store_layout
-from fpfs.daemon.inodes.table import decode_layout, encode_layout
 
 if TYPE_CHECKING:
     from fpfs.core.engine import Engine, Layout

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from fpfs.core.layout import bytes_by_device, runs_of_file
-from fpfs.core.placement import conforms, rank_of
+from fpfs.core.placement import conforms, decode_layout, rank_of
 from fpfs.core.policy import KEYS, First, Policy, parse_setting
 from fpfs.core.policy_rules import check_policy, choose_devices
 from fpfs.core.protocol.reports import (
@@ -39,7 +39,6 @@ from fpfs.daemon.catalog.rows.policies import (
     store_policies,
 )
 from fpfs.daemon.catalog.schema import ROOT_INO
-from fpfs.daemon.inodes.table import decode_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -21,11 +21,11 @@ import logging
 import stat
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
-from fpfs.core.engine import KnownDirectories, Layout
+from fpfs.core.engine import KnownDirectories
 from fpfs.core.errors import DamagedData, ReadOnly
+from fpfs.core.placement import decode_layout
 from fpfs.core.policy import Acknowledge
 from fpfs.daemon.catalog.rows.attributes import InodeRow, fetch_inode
 from fpfs.daemon.catalog.rows.extents import Content, fetch_content
@@ -57,8 +57,6 @@ EMPTY = Content(b"", [])
 """The content of a file without size and without preallocated space: not worth a query."""
 
 log = logging.getLogger(__name__)
-
-_layout_decoder = msgspec.msgpack.Decoder(Layout)
 
 
 class Pages(enum.Enum):
@@ -416,16 +414,3 @@ class InodeTable:
         self._inodes.pop(inode.ino, None)
         if inode.is_directory:
             self.directories.forget(inode.ino)
-
-
-def encode_layout(layout: Layout) -> bytes:
-    """Return the stored form of a layout."""
-    return msgspec.msgpack.encode(layout)
-
-
-def decode_layout(stored: bytes | None) -> Layout:
-    """Return the layout of a stored regular file; `DamagedData` when it is none."""
-    try:
-        return _layout_decoder.decode(stored or b"")
-    except msgspec.MsgspecError as error:
-        raise DamagedData(f"the layout of a file cannot be read: {error}") from error

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fpfs.core.errors import NoSuchEntry
+from fpfs.core.placement import decode_layout
 from fpfs.core.protocol.reports import FileState, FileStatus
 from fpfs.daemon.catalog.rows.queries import fetch_facts, list_runs
-from fpfs.daemon.inodes.table import decode_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,11 +12,11 @@ import trio.testing
 
 from fpfs.core.engine import Flow
 from fpfs.core.layout import runs_of_file
+from fpfs.core.placement import decode_layout
 from fpfs.core.policy import Acknowledge, Policy
 from fpfs.core.protocol.questions import PolicyChange
 from fpfs.core.refusal import Refused
 from fpfs.daemon.catalog.rows.extents import fetch_content
-from fpfs.daemon.inodes.table import decode_layout
 from tests.support.catalog.rig import LARGE, ROOT, Rig, rig
 from tests.support.seeds import chosen_seed
 
