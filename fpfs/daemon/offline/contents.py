@@ -8,17 +8,22 @@ Concurrency: one thread; the functions own the image that they look at.
 
 from __future__ import annotations
 
+import stat
+import time
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, ObjectId
+from fpfs.core.engine import BLOCK_BYTES, SEGMENT_BLOCKS, Layout, ObjectId
 from fpfs.core.errors import DamagedData
 from fpfs.core.fsck import Finding, Kind
-from fpfs.core.layout import Run, Segment, bytes_held, decode_segment
+from fpfs.core.layout import UNWRITTEN, Run, Segment, bytes_held, decode_segment
+from fpfs.core.limits import FILE_BYTES_MAX
 from fpfs.core.paths import show_name
+from fpfs.core.placement import encode_layout
+from fpfs.core.policy import CHUNK_BYTES_DEFAULT
 from fpfs.daemon.catalog.rows.extents import SEGMENTS_MAX
 from fpfs.daemon.catalog.rows.shared_extents import Spans, merge, without
-from fpfs.daemon.catalog.schema import row_crc
+from fpfs.daemon.catalog.schema import NUMBER_FIRST, ROOT_INO, row_crc
 from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:
@@ -56,6 +61,15 @@ def segment_rows(connection: sqlite3.Connection) -> Iterator[SegmentRow]:
         yield SegmentRow(*fields)
 
 
+def has_content(table: str) -> str:
+    """SQL: whether the inode that a row of a table names has a content, were it there or not."""
+    return (
+        f"({table}.ino >= {NUMBER_FIRST} AND"
+        f" (EXISTS (SELECT 1 FROM inline content WHERE content.ino = {table}.ino)"
+        f" OR EXISTS (SELECT 1 FROM segments content WHERE content.ino = {table}.ino)))"
+    )
+
+
 def check_contents(
     connection: sqlite3.Connection, paths: Paths, devices: Collection[int]
 ) -> Iterator[Found]:
@@ -63,6 +77,7 @@ def check_contents(
     yield from _check_inline(connection, paths)
     damaged = list(_collect_runs(connection, paths, devices))
     yield from damaged
+    yield from _check_lost_inodes(connection, paths, devices)
     yield from _check_overlaps(connection, paths)
     yield from _check_owners(connection)
     yield from _check_shares(connection)
@@ -121,6 +136,44 @@ def _collect_runs(
 def _values(ino: int, start: int, run: Run) -> tuple[int, ...]:
     block = start + run.block
     return (run.device, run.object, run.object_block, run.count, ino, block, run.flags)
+
+
+def _check_lost_inodes(
+    connection: sqlite3.Connection, paths: Paths, devices: Collection[int]
+) -> Iterator[Found]:
+    """Contents whose inode is not there. One is made, and gets a name where there is none.
+
+    How long the content was in its last block nobody knows: it ends with zeros.
+    """
+    rows = connection.execute(
+        "SELECT t.ino, coalesce(max(length(c.content)), 0), coalesce(sum(r.count), 0),"
+        " coalesce(max(CASE WHEN r.flags <> ? THEN r.block + r.count END), 0)"
+        " FROM (SELECT ino FROM inline UNION SELECT ino FROM segments) t"
+        " LEFT JOIN inline c ON c.ino = t.ino LEFT JOIN runs r ON r.ino = t.ino"
+        " WHERE t.ino >= ? AND NOT EXISTS (SELECT 1 FROM inodes i WHERE i.ino = t.ino)"
+        " GROUP BY t.ino",
+        (UNWRITTEN, NUMBER_FIRST),
+    ).fetchall()
+    layout = encode_layout(Layout(chunk_bytes=CHUNK_BYTES_DEFAULT, devices=tuple(sorted(devices))))
+    now = time.time_ns()
+    for ino, inline_bytes, blocks, end in rows:
+        size = min(max(inline_bytes, end * BLOCK_BYTES), FILE_BYTES_MAX)
+        made: Statement = (
+            (
+                "INSERT INTO inodes (ino, mode, uid, gid, nlink, size, allocated_bytes,"
+                " atime_ns, mtime_ns, ctime_ns, rdev, parent, layout)"
+                " SELECT ?, ?, uid, gid, max(1, (SELECT count(*) FROM names n WHERE n.ino = ?)"
+                " + (SELECT count(*) FROM former f WHERE f.ino = ?)), ?, ?, ?, ?, ?, 0, 0, ?"
+                " FROM inodes WHERE ino = ?"
+            ),
+            (
+                *(ino, stat.S_IFREG | 0o600, ino, ino, size, blocks * BLOCK_BYTES),
+                *(now, now, now, layout, ROOT_INO),
+            ),
+        )
+        text = f"{paths.show(ino)} has a content, and its inode is not there"
+        path = show_name(paths.of(ino))
+        yield Found(Finding(kind=Kind.INODE, text=text, ino=ino, path=path), (made,))
 
 
 def _check_overlaps(connection: sqlite3.Connection, paths: Paths) -> Iterator[Found]:

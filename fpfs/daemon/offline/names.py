@@ -14,6 +14,7 @@ from fpfs.core.fsck import Finding, Kind
 from fpfs.core.limits import FILE_BYTES_MAX, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from fpfs.core.paths import show_name
 from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES, NUMBER_FIRST, ROOT_INO
+from fpfs.daemon.offline.contents import has_content
 from fpfs.daemon.offline.findings import Found, Paths, Statement
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _check_entries(
 ) -> Iterator[Found]:
     """Names one by one."""
     rows = connection.execute(
-        "SELECT n.cookie, n.parent, n.name, n.ino, n.type, i.mode, d.ino FROM names n"
+        f"SELECT n.cookie, n.parent, n.name, n.ino, n.type, i.mode, d.ino, {has_content('n')}"
+        " FROM names n"
         " LEFT JOIN inodes i ON i.ino = n.ino"
         f" LEFT JOIN inodes d ON d.ino = n.parent AND d.{_IS_DIRECTORY}"
         " WHERE i.ino IS NULL OR d.ino IS NULL OR n.type <> i.mode >> 12"
@@ -184,7 +186,9 @@ def _check_entries(
         " OR instr(n.name, x'2f') > 0 OR instr(n.name, x'00') > 0",
         (NAME_BYTES_MAX,),
     ).fetchall()
-    for cookie, parent, name, ino, type_, mode, directory in rows:
+    for cookie, parent, name, ino, type_, mode, directory, is_kept in rows:
+        if mode is None and is_kept:  # it gets an inode first
+            continue
         where = f"the name '{show_name(name)}' in directory inode {parent}"
         path = show_name(paths.of(parent))
         if mode is None:
@@ -325,11 +329,11 @@ def _check_former(connection: sqlite3.Connection) -> Iterator[Found]:
 
 
 def _check_leftovers(connection: sqlite3.Connection) -> Iterator[Found]:
-    """What belongs to inodes that are not there."""
+    """What belongs to inodes that are not there, nor are to be made for a content."""
     for table in ("xattrs", "inline", "segments", "partials", "policies", "former", "withheld"):
         rows = connection.execute(
             f"SELECT ino, count(*) FROM {table} t WHERE NOT EXISTS"
-            " (SELECT 1 FROM inodes i WHERE i.ino = t.ino) GROUP BY ino"
+            f" (SELECT 1 FROM inodes i WHERE i.ino = t.ino) AND NOT {has_content('t')} GROUP BY ino"
         ).fetchall()
         for ino, count in rows:
             text = f"{count} rows of {table} belong to inode {ino}, which is not there"

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from fpfs.core.engine import BLOCK_BYTES
 from fpfs.core.fsck import CheckReport, Kind
 from fpfs.daemon.catalog.schema import row_crc
 from fpfs.daemon.offline.fsck import Wishes, check_devices
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.catalog.catalogs import LEFT_BY_A_CATALOG, LEFT_BY_NO_CATALOG, leave
-from tests.support.catalog.device_sets import DeviceSet, fill, filled
+from tests.support.catalog.device_sets import SMALL, DeviceSet, fill, filled
 from tests.support.contents import random_bytes
 from tests.support.failures.crash import close_dead, crash
 from tests.support.failures.damage import blocks_of, flip
@@ -68,6 +69,19 @@ def test_a_sound_filesystem_has_no_findings_and_stays_as_it_is(devices: DeviceSe
 
 def lose_inode(devices: DeviceSet) -> None:
     devices.change(("DELETE FROM inodes WHERE ino = ?", [devices.ino("small")]))
+
+
+def lose_inode_of_two_names(devices: DeviceSet) -> None:
+    devices.change(("DELETE FROM inodes WHERE ino = ?", [devices.ino("large")]))
+
+
+def lose_inode_and_name(devices: DeviceSet) -> None:
+    devices.change(("DELETE FROM inodes WHERE ino = ?", [devices.ino("other")]))
+    lose_name(devices)
+
+
+def lose_inode_without_content(devices: DeviceSet) -> None:
+    devices.change(("DELETE FROM inodes WHERE ino = ?", [devices.ino("symlink")]))
 
 
 def lose_name(devices: DeviceSet) -> None:
@@ -178,7 +192,10 @@ def leave_an_object(devices: DeviceSet) -> None:
 
 
 CORRECTED = [
-    (lose_inode, Kind.NAME),
+    (lose_inode, Kind.INODE),
+    (lose_inode_of_two_names, Kind.INODE),
+    (lose_inode_and_name, Kind.INODE),
+    (lose_inode_without_content, Kind.NAME),
     (lose_name, Kind.UNNAMED),
     (lose_directory_name, Kind.UNNAMED),
     (lose_directory, Kind.NAME),
@@ -241,12 +258,42 @@ def test_what_was_repaired_is_mounted() -> None:
         (found,) = (mount.root / "lost+found").iterdir()
         assert (found / "other").read_bytes() == other
         assert (found / "other").stat().st_ino == ino
-        assert not (found / "deeper" / "small").exists()
+        assert (found / "deeper" / "small").read_bytes() == SMALL
+        (found / "deeper" / "small").unlink()
         assert (mount.root / "large").stat().st_nlink == 2
         (found / "deeper").rmdir()
         assert fsck("--data", mount.root).returncode == 0
         mount.unmount()
         assert check(devices).exit_status == 0
+
+
+def test_contents_whose_inodes_are_lost_stay() -> None:
+    """Under their names, or in lost+found, for the owner of the root directory alone."""
+    with mounted(devices=2) as mount:
+        fill(mount.root)
+        contents = {name: (mount.root / name).read_bytes() for name in ("large", "folder/other")}
+        mount.unmount()
+        devices = DeviceSet(mount.folder, mount.devices)
+        kept = [
+            *devices.objects_of(devices.ino("large")),
+            *devices.objects_of(devices.ino("other")),
+        ]
+        lost = f"lost+found/#{devices.ino('other')}"
+        lose_inode_of_two_names(devices)
+        lose_inode_and_name(devices)
+        assert check(devices, repair=True).exit_status == 1
+        assert all(path.exists() for path in kept)
+        assert check(devices, data=True).findings == ()
+        mount.mount()
+        for name, before in (("large", "large"), (lost, "folder/other")):
+            content = (mount.root / name).read_bytes()
+            assert content.rstrip(b"\0") == contents[before].rstrip(b"\0")
+            assert len(content) == -(-len(contents[before]) // BLOCK_BYTES) * BLOCK_BYTES
+        status = (mount.root / "large").stat()
+        assert (status.st_mode, status.st_nlink) == (stat.S_IFREG | 0o600, 2)
+        assert status.st_uid == mount.root.stat().st_uid
+        assert os.getxattr(mount.root / "large", "user.note") == b"value"
+        assert (mount.root / "large").samefile(mount.root / "folder" / "link")
 
 
 def test_lost_contents_are_named_and_left() -> None:
@@ -576,6 +623,10 @@ def lose_a_former_version_s_row(devices: DeviceSet) -> None:
     devices.change("DELETE FROM former WHERE number = 2")
 
 
+def lose_a_former_version_s_inode(devices: DeviceSet) -> None:
+    devices.change("DELETE FROM inodes WHERE ino IN (SELECT ino FROM former WHERE number = 2)")
+
+
 def leave_a_policy(devices: DeviceSet) -> None:
     devices.change("INSERT INTO policies VALUES (77777, 'versions', '3')")
 
@@ -586,6 +637,7 @@ def leave_a_policy(devices: DeviceSet) -> None:
         lose_a_former_version_s_directory,
         let_a_former_version_change,
         lose_a_former_version_s_row,
+        lose_a_former_version_s_inode,
         leave_a_policy,
     ],
 )
