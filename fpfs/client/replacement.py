@@ -255,14 +255,31 @@ def _remove_left(directory_fd: int, of: Callable[[bytes], bool]) -> None:
                 _remove_unlocked(directory_fd, found)
 
 
-def _remove_unlocked(directory_fd: int, name: str) -> None:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(name, flags, dir_fd=directory_fd)
+def is_unlocked(path: str) -> bool:
+    """Whether a file is there that nobody writes any more: no process has it locked."""
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            # Shared, which suffices, and which NFS gives to who may only read.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=directory_fd)
+        with _lock_shared(path):
+            return True
+    except OSError:  # of a filesystem without locks, too
+        return False
+
+
+def _remove_unlocked(directory_fd: int, name: str) -> None:
+    with _lock_shared(name, directory_fd=directory_fd):
+        os.unlink(name, dir_fd=directory_fd)
+
+
+@contextlib.contextmanager
+def _lock_shared(path: str, *, directory_fd: int | None = None) -> Iterator[None]:
+    """Lock a file. Raises OSError if it is locked, or no file, or there are no locks."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, dir_fd=directory_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        # Shared, which suffices, and which NFS gives to who may only read.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
     finally:
         _unlock_and_close(fd)
 

@@ -33,7 +33,12 @@ from fpfs.client.container import Container, Text, lay_out
 from fpfs.client.paths import default_threads, flush, name_file, parents_of_missing, resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, peers_of
 from fpfs.client.plan import Plan, Share
-from fpfs.client.replacement import Replacement, locked_directory, remove_left
+from fpfs.client.replacement import (
+    Replacement,
+    is_unlocked,
+    locked_directory,
+    remove_left,
+)
 from fpfs.client.saving import Finished, Saved
 from fpfs.client.shares.copying import Copies, holders
 from fpfs.client.shares.format import (
@@ -117,6 +122,8 @@ class _Site(msgspec.Struct, array_like=True):
     inode: int
     number: int
     """`_last_number`."""
+    never_complete: list[Identity]
+    """`_never_complete`."""
     copies: int
 
 
@@ -126,6 +133,8 @@ class _Nodes(msgspec.Struct):
     of_ranks: list[int]
     """Each one's node."""
     checkpoint: Identity
+    never_complete: list[Identity]
+    """Former ones, of which killed saves have left shares."""
 
 
 class Opened(msgspec.Struct, array_like=True):
@@ -320,8 +329,14 @@ class SharesSave:
         self.path = resolve(directory)
         self._made = _make_directory(self.path)
         status = os.stat(self.path)
-        number = max(_last_number(self.path), self._after)
-        site = _Site(Process.own().kernel, status.st_dev, status.st_ino, number, self._copies)
+        site = _Site(
+            Process.own().kernel,
+            status.st_dev,
+            status.st_ino,
+            max(_last_number(self.path), self._after),
+            _never_complete(self.path),
+            self._copies,
+        )
 
         def answer(sites: list[_Site]) -> list[_Nodes]:
             for other, site in enumerate(sites):
@@ -341,10 +356,13 @@ class SharesSave:
                     " directory are one node"
                 )
             latest = max(site.number for site in sites)
-            return [_Nodes(of_ranks, Identity(latest + 1, secrets.token_hex(8)))] * len(sites)
+            checkpoint = Identity(latest + 1, secrets.token_hex(8))
+            never = sorted({each for site in sites for each in site.never_complete})
+            return [_Nodes(of_ranks, checkpoint, never)] * len(sites)
 
         found = self._peers.exchange("node", site, answer, of=_Nodes)
         self._checkpoint, self._of_ranks = found.checkpoint, found.of_ranks
+        self._never_complete = frozenset(found.never_complete)
         rank, text_bytes = self._peers.rank, len(self._agreed.container.text)
         self._node = _Node.of(found.of_ranks, rank, self._agreed.plan, text_bytes)
         self._is_first = self._node.members[0] == rank
@@ -433,6 +451,9 @@ class SharesSave:
                 found.append(node.text_ranges(self._agreed.container))
             ranges = np.concatenate(found)
             self._begin = begin = header_room(ranges, self._header)
+            # Or there may be no room.
+            former = read_manifest(self.path)
+            self._remove_left(before=0 if former is None else former.checkpoint.number)
             self._share = Replacement(self._share_path)
             self._share.reserve(begin + node.bytes)
             name = os.fsencode(os.path.basename(self._share.temporary_path))
@@ -621,16 +642,22 @@ class SharesSave:
         with locked_directory(self.path):
             newest = read_manifest(self.path)
             first = self._checkpoint if newest is None else min(newest.checkpoint, self._checkpoint)
+            self._remove_left(before=first.number)
 
-            def is_left(found: bytes) -> bool:
-                target = target_of(found)
-                if target is not None:
-                    name = os.fsdecode(target)
-                    return name == MANIFEST or parse_name(name) is not None
-                share = parse_name(os.fsdecode(found))
-                return share is not None and share.checkpoint.number < first.number
+    def _remove_left(self, *, before: int) -> None:
+        """Remove what killed saves have left, and shares of checkpoints before a number."""
 
-            remove_left(os.path.join(self.path, MANIFEST), of=is_left)
+        def is_left(found: bytes) -> bool:
+            target = target_of(found)
+            if target is not None:
+                name = os.fsdecode(target)
+                return name == MANIFEST or parse_name(name) is not None
+            share = parse_name(os.fsdecode(found))
+            return share is not None and (
+                share.checkpoint.number < before or share.checkpoint in self._never_complete
+            )
+
+        remove_left(os.path.join(self.path, MANIFEST), of=is_left)
 
 
 def _last_number(directory: str) -> int:
@@ -639,6 +666,29 @@ def _last_number(directory: str) -> int:
     shares = filter(None, map(parse_name, os.listdir(directory)))
     numbers = [share.checkpoint.number for share in shares]
     return max([0 if former is None else former.checkpoint.number, *numbers])
+
+
+def _never_complete(directory: str) -> list[Identity]:
+    """Return checkpoints of which a killed save has left a share, that can never be complete.
+
+    Their rank 0 saved to this directory, is no more, and has not written the manifest, which is
+    written here before anywhere else. That share 0 alone is here tells the directory: one that has
+    a copy of it has a share of its own as well.
+    """
+    found: dict[Identity, list[tuple[int, str]]] = {}
+    for name in os.listdir(directory):
+        share = parse_name(name)
+        if share is not None:
+            found.setdefault(share.checkpoint, []).append((share.share, name))
+    left = [
+        checkpoint
+        for checkpoint, ((share, name), *others) in found.items()
+        if share == 0 and not others and is_unlocked(os.path.join(directory, name))
+    ]
+    # Only now: who has the share locked may be about to write it.
+    newest = read_manifest(directory)
+    complete = 0 if newest is None else newest.checkpoint.number
+    return [checkpoint for checkpoint in left if checkpoint.number > complete]
 
 
 def _write_all(fd: int, content: bytes | bytearray, *, at: int) -> None:

@@ -228,6 +228,52 @@ def test_a_rank_that_fails(
     assert names(tmp_path, 2) == whole(2)
 
 
+def save_and_die(root: str, moment: str, dying: list[int]) -> None:
+    """As a rank of a node of its own: save, which some ranks die of."""
+    if dist.get_rank() in dying:
+        setattr(*MOMENTS[moment], die)
+    save_state(root, 2, 2)
+
+
+def save_in_room_for_two(root: str) -> None:
+    """As a rank of a node of its own: save, where there is room for the former share and one."""
+    reserve = Replacement.reserve
+
+    def reserve_or_fail(self: Replacement, size: int) -> None:
+        share, temporary, manifest = 1, 1, 1
+        if len(os.listdir(os.path.dirname(self.path))) > share + temporary + manifest:
+            full()
+        reserve(self, size)
+
+    Replacement.reserve = reserve_or_fail  # type: ignore[method-assign]
+    save_state(root, 2, 3)
+
+
+@pytest.mark.parametrize("moment", ["tensors", "manifest"])
+def test_what_a_killed_save_left_takes_no_room(forks: Worlds, tmp_path: Path, moment: str) -> None:
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    forks.start(2, save_and_die, str(tmp_path), moment, [0, 1]).outcomes()
+    assert [len(found) for found in names(tmp_path, 2)] == [3, 3]
+    assert same(client.load(directories(tmp_path, 2)), numbered(1))
+    forks.start(2, save_in_room_for_two, str(tmp_path)).values()
+    assert same(client.load(directories(tmp_path, 2)), numbered(3))
+    assert names(tmp_path, 2) == whole(2)
+
+
+def test_what_may_be_complete_stays(
+    forks: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node, that is away now, may have the manifest."""
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    forks.start(2, save_and_die, str(tmp_path), "manifest", [1]).outcomes()
+    places = directories(tmp_path, 2)
+    monkeypatch.setattr(Replacement, "reserve", full)
+    for place in (places[1], places[0]):
+        with pytest.raises(OSError, match="No space left on device"):
+            save_shares(numbered(3), place)
+    assert same(client.load(places), numbered(2))
+
+
 @pytest.fixture
 def saved(forks: Worlds, tmp_path: Path) -> list[str]:
     """The directories of two nodes with a checkpoint."""
