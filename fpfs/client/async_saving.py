@@ -208,8 +208,6 @@ class AsyncSaver:
         self._staging_bytes = staging_bytes
         self._has_said = False
         """That a state was larger."""
-        self._last_number = 0
-        """Of a checkpoint in shares, which may be under way."""
         self._spare: list[Memory] = []
         """What no save has."""
         if memory_bytes > 0:
@@ -277,13 +275,10 @@ class AsyncSaver:
         """
 
         def steps_of(peers: Peers) -> SharesSave:
-            return SharesSave(
-                peers, copies=copies, timeout_s=self._timeout_s, after=self._last_number
-            )
+            return SharesSave(peers, copies=copies, timeout_s=self._timeout_s)
 
         def agree(steps: SharesSave) -> None:
             steps.agree(state, directory, self._plan)
-            self._last_number = steps.number
 
         return self._begin("save_shares", directory, steps_of, agree)
 

@@ -241,14 +241,11 @@ class SharesSave:
     """A save over nodes, step by step. As a context: what is begun and not finished is undone.
 
     All ranks of the group do each step, which raises as `save_shares`.
-
-    after: the number of a checkpoint that this one is later than, though that may be under way.
     """
 
-    def __init__(self, peers: Peers, *, copies: int, timeout_s: float, after: int = 0) -> None:
+    def __init__(self, peers: Peers, *, copies: int, timeout_s: float) -> None:
         self._peers = peers
         self._copies = copies
-        self._after = after
         self._timeout_s = timeout_s
         self.path = ""
         """The directory, links followed."""
@@ -267,11 +264,6 @@ class SharesSave:
         self._of_others: Copies | None = None
         self._stays: bool | None = False
         """Whether the checkpoint is complete. None: rank 0 knows."""
-
-    @property
-    def number(self) -> int:
-        """The checkpoint's, when it is agreed on."""
-        return self._checkpoint.number
 
     def __enter__(self) -> SharesSave:
         self._peers.__enter__()
@@ -321,7 +313,10 @@ class SharesSave:
     def agree(
         self, state: Any, directory: str | bytes | os.PathLike[Any], plan: Plan | None
     ) -> None:
-        """Lay out the file, make sure that all ranks save the same, and know who writes what."""
+        """Lay out the file, make sure that all ranks save the same, and know who writes what.
+
+        The node's share is made, and empty: so saves that begin later count from it.
+        """
         if type(self._copies) is not int or self._copies < 1:
             raise ValueError(f"copies is {self._copies!r}: give how many nodes keep each share")
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
@@ -333,7 +328,7 @@ class SharesSave:
             Process.own().kernel,
             status.st_dev,
             status.st_ino,
-            max(_last_number(self.path), self._after),
+            _last_number(self.path),
             _never_complete(self.path),
             self._copies,
         )
@@ -368,6 +363,8 @@ class SharesSave:
         self._is_first = self._node.members[0] == rank
         name = share_name(self._node.number, self._node.nodes, self._checkpoint)
         self._share_path = os.path.join(self.path, name)
+        if self._is_first:
+            self._share = Replacement(self._share_path)
 
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> InPlace:
         """Copy what this rank writes: so the tensors may change.
@@ -386,7 +383,7 @@ class SharesSave:
         copy_rest(self._uncopied)
 
     def start(self, *, threads: int | None = None) -> _Started:
-        """Make the node's file; returns when all that has no copy is written.
+        """Have room for the node's file; returns when all that has no copy is written.
 
         threads: as `write` has them.
         """
@@ -441,11 +438,11 @@ class SharesSave:
         """Nothing: a checkpoint that is complete survives power loss."""
 
     def _open(self) -> tuple[Ints, Opened]:
-        """Make the node's share, if this rank is the first; its ranges then, and where it is."""
+        """Have room for the node's share, if this rank is the first: its ranges, where it is."""
         node, plan = self._node, self._agreed.plan
         ranges = np.zeros((0, len(Range._fields)), dtype=np.int64)
         opened = Opened(b"", 0, 0)
-        if self._is_first:
+        if self._share is not None:
             found = [node.ranges(plan, member) for member in node.members]
             if node.number == 0:
                 found.append(node.text_ranges(self._agreed.container))
@@ -454,7 +451,6 @@ class SharesSave:
             # Or there may be no room.
             former = read_manifest(self.path)
             self._remove_left(before=0 if former is None else former.checkpoint.number)
-            self._share = Replacement(self._share_path)
             self._share.reserve(begin + node.bytes)
             name = os.fsencode(os.path.basename(self._share.temporary_path))
             opened = Opened(name, begin, begin + node.bytes)
@@ -661,10 +657,14 @@ class SharesSave:
 
 
 def _last_number(directory: str) -> int:
-    """Return the greatest number of what is there: a checkpoint, or shares of none; 0: nothing."""
+    """Return the greatest number of what is there: a checkpoint, or shares of none; 0: nothing.
+
+    Shares that have no name yet are of saves under way, which have begun before.
+    """
     former = read_manifest(directory)
-    shares = filter(None, map(parse_name, os.listdir(directory)))
-    numbers = [share.checkpoint.number for share in shares]
+    files = [os.fsencode(name) for name in os.listdir(directory)]
+    names = [os.fsdecode(target_of(file) or file) for file in files]
+    numbers = [share.checkpoint.number for share in map(parse_name, names) if share is not None]
     return max([0 if former is None else former.checkpoint.number, *numbers])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,50 @@ def test_a_failure_is_raised_by_the_next_call(
         saver.save_shares(numbered(5), tmp_path)
     assert same(client.load(tmp_path), numbered(5))
     assert client.load(tmp_path / "file.pt")["step"] == 4
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Saves beside training write nothing until this is called."""
+    go, write = threading.Event(), saving.SharesSave.write
+
+    def write_when_let(self: saving.SharesSave, **options: Any) -> Any:
+        if threading.current_thread().name == "fpfs-save":
+            assert go.wait(60)
+        return write(self, **options)
+
+    monkeypatch.setattr(saving.SharesSave, "write", write_when_let)
+    return go.set
+
+
+def test_what_has_begun_later_is_the_newest(tmp_path: Path, held: Callable[[], None]) -> None:
+    """Also if it has ended before the earlier one writes its first byte."""
+    with AsyncSaver() as saver:
+        saver.save_shares(numbered(1), tmp_path)
+        client.save_shares(numbered(2), tmp_path)
+        held()
+    assert json.loads((tmp_path / "manifest.json").read_text())["checkpoint"]["number"] == 2
+    assert same(client.load(tmp_path), numbered(2))
+    client.save_shares(numbered(3), tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_save_that_fails_leaves_the_next_one_its_directory(
+    tmp_path: Path, held: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, write = tmp_path / "new" / "step", saving.write
+    with AsyncSaver(in_flight=2, strict=False) as saver:
+        began = [saver.save_shares(numbered(step), place) for step in (1, 2)]
+
+        def fail_once(*_: Any, **__: Any) -> Any:
+            monkeypatch.setattr(saving, "write", write)
+            full()
+
+        monkeypatch.setattr(saving, "write", fail_once)
+        held()
+        assert isinstance(began[0].durable.exception(60), OSError)
+        began[1].durable.result(60)
+    assert same(client.load(place), numbered(2))
 
 
 def test_what_cannot_be_saved_is_raised_at_once(tmp_path: Path) -> None:

@@ -385,7 +385,7 @@ def test_a_shared_directory(forks: Worlds, tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_one_overtakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two groups that save there at once the later one is the newest, whoever ends first."""
+    """One that has begun later, and ends first, is the newest."""
     save_shares(numbered(1), tmp_path)
     write = saving.SharesSave._write_manifest
 
