@@ -640,11 +640,14 @@ def _failure_of(error: BaseException, *, rank: int) -> _Failure:
     if isinstance(error, RankFailed):
         return _Failure(error.rank, error.cause, error.errno, error.gone)
     number = error.errno if isinstance(error, OSError) and type(error.errno) is int else None
+    return _Failure(rank, cause_of(error), number, False)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error as other ranks are told it."""
     # A path may hold what is no UTF-8.
     cause = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
-    if len(cause) > CAUSE_CHARS_MAX:
-        cause = f"{cause[:CAUSE_CHARS_MAX]}…"
-    return _Failure(rank, cause, number, False)
+    return cause if len(cause) <= CAUSE_CHARS_MAX else f"{cause[:CAUSE_CHARS_MAX]}…"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -26,7 +27,16 @@ from fpfs.client.shares.blocks import (
     runs_of_block,
 )
 from fpfs.client.shares.format import Damaged, Manifest
-from fpfs.client.shares.reading import OpenShare, Shares, newest_manifest, opened_shares
+from fpfs.client.shares.reading import (
+    Failure,
+    OpenShare,
+    Shares,
+    newest_manifest,
+    open_each,
+    opened_shares,
+    pass_over,
+    places_of,
+)
 from fpfs.core.transfers import write_memory
 
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -53,11 +63,12 @@ class Checked(NamedTuple):
 def gather(directories: Sequence[str], path: str, *, progress: Progress) -> int:
     """Make the torch.save file of a checkpoint at `path`; returns how many bytes it has.
 
-    It takes the name when it is whole and durable. Raises OSError, which names `path` or its
-    directory if it is theirs, and `Damaged`.
+    A share is taken from the first directory where it is sound. The file takes its name when it is
+    whole and durable. Raises OSError, which names `path` or its directory if it is theirs, and
+    `Damaged`.
     """
-    name = resolve_file(path)
-    with opened_shares([resolve(each) for each in directories]) as (manifest, shares):
+    name, names = resolve_file(path), [resolve(each) for each in directories]
+    with opened_shares(names) as (manifest, shares):
         total = manifest.bytes
         with naming(name), Replacement(name) as replacement:
             replacement.reserve(total)
@@ -76,10 +87,12 @@ def gather(directories: Sequence[str], path: str, *, progress: Progress) -> int:
 
             Shares(manifest, shares).check_whole()
             done = _Progress(progress, total)
-            for share in shares:
-                problem = _check(share, store, done)
-                if problem is not None:
-                    raise Damaged(f"{share.path}: {problem}")
+            for number, share in enumerate(shares):
+                places = places_of(manifest.shares[number], names)
+                others = names[places.index(share.path) + 1 :]
+                failures = list[Failure]()
+                more = open_each(manifest, number, others, failures)
+                _store(itertools.chain([share], more), failures, store, done)
             replacement.commit(durable=True)
     return total
 
@@ -93,9 +106,9 @@ def verify(directories: Sequence[str], *, progress: Progress) -> tuple[Manifest,
     names = [resolve(each) for each in directories]
     manifest = newest_manifest(names)
     places = [
-        (number, os.path.join(name, share.name))
+        (number, path)
         for number, share in enumerate(manifest.shares)
-        for name in dict.fromkeys(names)
+        for path in places_of(share, names)
     ]
     there = [place for place in places if os.path.exists(place[1])]
     total = sum(manifest.shares[number].bytes for number, _ in there)
@@ -116,17 +129,48 @@ def verify(directories: Sequence[str], *, progress: Progress) -> tuple[Manifest,
     return manifest, found
 
 
+def _store(
+    copies: Iterable[OpenShare], failures: list[Failure], store: Stored, done: _Progress
+) -> None:
+    """Store the first copy of a share whose bytes are sound.
+
+    failures: takes what is wrong with those before; the first is raised if none is sound.
+    """
+    for share in copies:
+        before = done.done
+        try:
+            with share:
+                problem = _check(share, store, done)
+        except OSError as failure:
+            if failure.filename != share.path:  # of what is written
+                raise
+            failures.append(failure)
+        except Damaged as failure:
+            failures.append(failure)
+        else:
+            if problem is None:
+                pass_over(failures)
+                return
+            failures.append(Damaged(f"{share.path}: {problem}"))
+        done.repeat(since=before)
+    raise failures[0]
+
+
 class _Progress:
     """Counts what several threads have done."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+        self._progress, self._total, self.done = progress, total, 0
         self._lock = threading.Lock()
+
+    def repeat(self, *, since: int) -> None:
+        """What was done since then is done once more."""
+        self._total += self.done - since
 
     def add(self, count: int) -> None:
         with self._lock:
-            self._done += count
-            self._progress(self._done, self._total)
+            self.done += count
+            self._progress(self.done, self._total)
 
 
 def _check(share: OpenShare, store: Stored | None, done: _Progress) -> str | None:

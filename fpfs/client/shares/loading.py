@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fpfs.client.paths import resolve_all
-from fpfs.client.peers import Alone, Peers, Ranks, peers_of
+from fpfs.client.peers import Alone, Peers, RankFailed, Ranks, cause_of, peers_of
 from fpfs.client.restoring import MapLocation, restore
 from fpfs.client.shares.format import (
     MANIFEST,
+    Damaged,
     Identity,
     Manifest,
     decode_manifest,
@@ -28,6 +29,7 @@ from fpfs.client.shares.format import (
 )
 from fpfs.client.shares.reading import (
     AnyShare,
+    Failure,
     Missing,
     OpenShare,
     Shares,
@@ -35,8 +37,9 @@ from fpfs.client.shares.reading import (
     check_found,
     newest_of,
     none_in,
+    open_share,
     opened_shares,
-    paths_of,
+    pass_over,
 )
 from fpfs.client.shares.serving import FarShare, Serving
 from fpfs.client.topology import TIMEOUT_S
@@ -94,12 +97,18 @@ def load_shares(
     return state
 
 
+Unsound = dict[tuple[Identity, int], Failure]
+"""What is wrong with shares of checkpoints, as a rank sees them."""
+
+
 class _Newest(msgspec.Struct):
     """The newest checkpoint that a rank sees, and then the newest of all."""
 
     checkpoint: Identity | None
     rank: int
     """Who has its manifest."""
+    failure: str
+    """What is wrong with the manifests that the rank sees, if none can be read; otherwise ""."""
 
 
 class _Seen(msgspec.Struct):
@@ -108,6 +117,8 @@ class _Seen(msgspec.Struct):
     manifest: bytes
     """Of the rank that was chosen for it."""
     shares: list[int]
+    failures: dict[int, str]
+    """What is wrong with those that cannot be opened."""
 
 
 class _Sources(msgspec.Struct):
@@ -126,32 +137,27 @@ def _open(
     """Open the shares of the newest checkpoint, for as long as `stack` is not left."""
     if not isinstance(peers, Ranks):
         return stack.enter_context(opened_shares(names))
-    former = None
+    former, unsound = None, Unsound()
     while True:
-        manifest, sources, seen = _agree(peers, names, former)
+        manifest, sources, seen = _agree(peers, names, former, unsound)
         far = {
             number: holders[peers.rank % len(holders)]
             for number, holders in enumerate(sources.holders)
             if holders and number not in seen
         }
         with contextlib.ExitStack() as opening:
-            near, gone = dict[int, OpenShare](), False
-            paths = paths_of(manifest, names)
-            for number in range(len(manifest.shares)):
-                if number not in far:
-                    path = paths.get(number, manifest.shares[number].name)
-                    try:
-                        near[number] = opening.enter_context(OpenShare(path, manifest, number))
-                    except FileNotFoundError:
-                        gone = True
+            numbers = [number for number in range(len(manifest.shares)) if number not in far]
+            near = _open_near(manifest, numbers, names, unsound, opening)
+            gone = len(near) < len(numbers)
             some_gone = peers.exchange(
                 "opened", gone, lambda ranks: [any(ranks)] * len(ranks), of=bool
             )
             if not some_gone:
                 stack.enter_context(opening.pop_all())
                 break
-        # It may just have been replaced: another one is the newest then.
+        # It may just have been replaced, or other ranks have what this one cannot open.
         former = manifest.checkpoint
+    pass_over([failure for (of, _), failure in unsound.items() if of == manifest.checkpoint])
     if sources.all_near:
         return manifest, [near[number] for number in sorted(near)]
     serving = stack.enter_context(Serving(peers, near, timeout_s=timeout_s))
@@ -165,26 +171,41 @@ def _open(
     return manifest, [shares.get(number) or near[number] for number in range(len(manifest.shares))]
 
 
+def _open_near(
+    manifest: Manifest,
+    numbers: list[int],
+    names: list[str],
+    unsound: Unsound,
+    opening: contextlib.ExitStack,
+) -> dict[int, OpenShare]:
+    """Open shares that this rank sees, of those that are there and sound."""
+    found = {}
+    for number in numbers:
+        try:
+            share = open_share(manifest, number, names)
+        except (OSError, Damaged) as failure:
+            unsound[manifest.checkpoint, number] = failure
+        else:
+            if share is not None:
+                found[number] = opening.enter_context(share)
+    return found
+
+
 def _agree(
-    peers: Ranks, names: list[str], former: Identity | None
+    peers: Ranks, names: list[str], former: Identity | None, unsound: Unsound
 ) -> tuple[Manifest, _Sources, set[int]]:
     """Return the newest checkpoint, who sees its shares, and those that this rank sees.
 
-    former: the one that had not all shares; `Missing` is raised if it still is the newest.
+    former: the one that had not all shares; if it still is the newest, this raises `Missing`, or
+    what is wrong with a share that no rank can open.
     """
-    own = newest_of(names)
-
-    def choose(found: list[_Newest]) -> list[_Newest]:
-        complete = [each for each in found if each.checkpoint is not None]
-        if not complete:
-            raise Missing(none_in(names))
-        newest = max(each.checkpoint for each in complete if each.checkpoint is not None)
-        chosen = next(each for each in complete if each.checkpoint == newest)
-        return [chosen] * len(found)
-
-    mine = _Newest(None if own is None else own.checkpoint, peers.rank)
-    chosen = peers.exchange("newest", mine, choose, of=_Newest)
-    seen = _Seen(b"", _seen(names, chosen.checkpoint))
+    own, chosen = _choose(peers, names)
+    failures = {number: each for (of, number), each in unsound.items() if of == chosen.checkpoint}
+    seen = _Seen(
+        b"",
+        [number for number in _seen(names, chosen.checkpoint) if number not in failures],
+        {number: cause_of(failure) for number, failure in failures.items()},
+    )
     if chosen.rank == peers.rank:
         assert own is not None
         seen.manifest = encode_manifest(own)
@@ -197,14 +218,58 @@ def _agree(
                 holders.setdefault(share, []).append(rank)
         manifest = decode_manifest(content, MANIFEST)
         if manifest.checkpoint == former:
+            for rank, each in enumerate(found):
+                for share, cause in each.failures.items():
+                    if share not in holders:
+                        raise RankFailed(rank, cause)
             check_found(manifest, holders.keys(), "any rank's directories")
         count = len(manifest.shares)
         all_near = all(set(each.shares) >= set(range(count)) for each in found)
         some = [holders.get(share, [])[:HOLDERS_MAX] for share in range(count)]
         return [_Sources(content, some, all_near)] * len(found)
 
-    sources = peers.exchange("seen", seen, tell, of=_Sources)
+    with _raising_own(peers, *failures.values()):
+        sources = peers.exchange("seen", seen, tell, of=_Sources)
     return decode_manifest(sources.manifest, MANIFEST), sources, set(seen.shares)
+
+
+def _choose(peers: Ranks, names: list[str]) -> tuple[Manifest | None, _Newest]:
+    """Return the newest checkpoint's manifest that this rank sees, and which is that of all."""
+    own, failures = None, list[Failure]()
+    try:
+        own = newest_of(names)
+    except (OSError, Damaged) as failure:
+        failures.append(failure)
+
+    def choose(found: list[_Newest]) -> list[_Newest]:
+        complete = [each for each in found if each.checkpoint is not None]
+        for each in found:
+            if each.failure and not complete:
+                raise RankFailed(each.rank, each.failure)
+        if not complete:
+            raise Missing(none_in(names))
+        newest = max(each.checkpoint for each in complete if each.checkpoint is not None)
+        chosen = next(each for each in complete if each.checkpoint == newest)
+        return [chosen] * len(found)
+
+    checkpoint = None if own is None else own.checkpoint
+    mine = _Newest(checkpoint, peers.rank, "".join(map(cause_of, failures)))
+    with _raising_own(peers, *failures):
+        chosen = peers.exchange("newest", mine, choose, of=_Newest)
+    pass_over(failures)
+    return own, chosen
+
+
+@contextlib.contextmanager
+def _raising_own(peers: Ranks, *failures: Failure) -> Iterator[None]:
+    """Raise what this rank has handed in, if rank 0 fails for it."""
+    try:
+        yield
+    except RankFailed as failed:
+        for failure in failures:
+            if failed.rank == peers.rank and failed.cause == cause_of(failure):
+                raise failure from None
+        raise
 
 
 def _seen(names: list[str], checkpoint: Identity | None) -> list[int]:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import itertools
+import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -25,10 +26,13 @@ from fpfs.client.shares.format import (
     Damaged,
     Manifest,
     Range,
+    ShareFile,
     decode_header,
     decode_manifest,
 )
 from fpfs.core.transfers import Transfer, count_moved, run_to_end
+
+logger = logging.getLogger(__name__)
 
 TRIES = 10
 """So often at most is a checkpoint replaced while it is opened."""
@@ -41,10 +45,10 @@ class Missing(FileNotFoundError):
 
 
 def read_manifest(directory: str) -> Manifest | None:
-    """Return a directory's manifest; None: it has none."""
+    """Return a directory's manifest; None: it has none. Raises OSError, and `Damaged`."""
     path = os.path.join(directory, MANIFEST)
     try:
-        with open(path, "rb") as file:
+        with naming(path), open(path, "rb") as file:
             content = file.read()
     except FileNotFoundError:
         return None
@@ -72,9 +76,32 @@ def newest_manifest(directories: Sequence[str]) -> Manifest:
 
 
 def newest_of(directories: Sequence[str]) -> Manifest | None:
-    """Return that of the newest checkpoint; None: there is none."""
-    manifests = [found for found in map(read_manifest, directories) if found is not None]
-    return max(manifests, key=lambda manifest: manifest.checkpoint, default=None)
+    """Return that of the newest checkpoint; None: there is none.
+
+    One that cannot be read is raised if there is no other, and said by the log otherwise.
+    """
+    found, failures = list[Manifest](), list[Failure]()
+    for directory in directories:
+        try:
+            manifest = read_manifest(directory)
+        except (OSError, Damaged) as failure:
+            failures.append(failure)
+        else:
+            found += [] if manifest is None else [manifest]
+    if failures and not found:
+        raise failures[0]
+    pass_over(failures)
+    return max(found, key=lambda manifest: manifest.checkpoint, default=None)
+
+
+Failure = OSError | Damaged
+"""What is wrong with a file."""
+
+
+def pass_over(failures: Sequence[Failure]) -> None:
+    """Let the log say what is wrong with files of which others are read instead."""
+    for failure in failures:
+        logger.warning("%s: what another directory has is read instead", failure)
 
 
 def none_in(directories: Sequence[str]) -> str:
@@ -83,15 +110,9 @@ def none_in(directories: Sequence[str]) -> str:
     return f"there is no complete checkpoint in {places}: a save writes {MANIFEST} at last"
 
 
-def paths_of(manifest: Manifest, directories: Sequence[str]) -> dict[int, str]:
-    """Return where shares of a checkpoint are, by their numbers, of those that are there."""
-    paths = {}
-    for number, share in enumerate(manifest.shares):
-        places = [os.path.join(directory, share.name) for directory in directories]
-        path = next(filter(os.path.exists, places), None)
-        if path is not None:
-            paths[number] = path
-    return paths
+def places_of(share: ShareFile, directories: Sequence[str]) -> list[str]:
+    """Return where a share may be, each once."""
+    return [os.path.join(directory, share.name) for directory in dict.fromkeys(directories)]
 
 
 def check_found(manifest: Manifest, found: Collection[int], where: str) -> None:
@@ -142,6 +163,7 @@ class OpenShare:
         self.path = path
         self._of_node = f"{path} of node {manifest.shares[number].node!r}"
         with contextlib.ExitStack() as closing:
+            closing.enter_context(naming(path))
             self._file = closing.enter_context(open(path, "rb"))
             size = os.fstat(self.fd).st_size
             expected = manifest.shares[number]
@@ -242,6 +264,38 @@ class Shares:
                     run_to_end(transfer)
 
 
+def open_each(
+    manifest: Manifest, number: int, directories: Sequence[str], failures: list[Failure]
+) -> Iterator[OpenShare]:
+    """Open a share in one directory after the other, of those that have it.
+
+    failures: takes what is wrong with it in those where it cannot be opened.
+    """
+    for path in places_of(manifest.shares[number], directories):
+        try:
+            share = OpenShare(path, manifest, number)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, Damaged) as failure:
+            failures.append(failure)
+        else:
+            yield share
+
+
+def open_share(manifest: Manifest, number: int, directories: Sequence[str]) -> OpenShare | None:
+    """Open a share in the first directory where it is sound; None: none has it.
+
+    Raises what is wrong with it if it is sound in none.
+    """
+    failures = list[Failure]()
+    share = next(open_each(manifest, number, directories, failures), None)
+    if share is not None:
+        pass_over(failures)
+    elif failures:
+        raise failures[0]
+    return share
+
+
 @contextlib.contextmanager
 def opened_shares(directories: Sequence[str]) -> Iterator[tuple[Manifest, list[OpenShare]]]:
     """Open all shares of the newest checkpoint of directories, which are absolute.
@@ -251,20 +305,20 @@ def opened_shares(directories: Sequence[str]) -> Iterator[tuple[Manifest, list[O
     with contextlib.ExitStack() as closing:
         for tries in itertools.count(1):
             manifest = newest_manifest(directories)
-            paths = paths_of(manifest, directories)
+            found = dict[int, OpenShare]()
+            for number in range(len(manifest.shares)):
+                share = open_share(manifest, number, directories)
+                if share is not None:
+                    found[number] = closing.enter_context(share)
             try:
-                check_found(manifest, paths, ", ".join(directories))
-                shares = [
-                    closing.enter_context(OpenShare(path, manifest, number))
-                    for number, path in sorted(paths.items())
-                ]
+                check_found(manifest, found, ", ".join(directories))
             except FileNotFoundError:
                 # It may just have been replaced.
                 if tries == TRIES or newest_manifest(directories) == manifest:
                     raise
                 continue
             break
-        yield manifest, shares
+        yield manifest, list(found.values())
 
 
 class Index:
@@ -369,6 +423,7 @@ class SharesFile(LargeReads):
 
 __all__ = [
     "AnyShare",
+    "Failure",
     "Index",
     "Missing",
     "OpenShare",
@@ -380,7 +435,10 @@ __all__ = [
     "newest_manifest",
     "newest_of",
     "none_in",
+    "open_each",
+    "open_share",
     "opened_shares",
-    "paths_of",
+    "pass_over",
+    "places_of",
     "read_manifest",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import socket
@@ -31,7 +32,7 @@ from fpfs.client.agreement import Agreed, agree
 from fpfs.client.boxes import Ints
 from fpfs.client.container import Container, Text, lay_out
 from fpfs.client.paths import default_threads, flush, name_file, parents_of_missing, resolve
-from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, peers_of
+from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, cause_of, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import (
     Replacement,
@@ -44,6 +45,7 @@ from fpfs.client.shares.copying import Copies, holders
 from fpfs.client.shares.format import (
     MANIFEST,
     VERSION,
+    Damaged,
     Header,
     Identity,
     Manifest,
@@ -56,7 +58,7 @@ from fpfs.client.shares.format import (
     parse_name,
     share_name,
 )
-from fpfs.client.shares.reading import OpenShare, read_manifest
+from fpfs.client.shares.reading import Failure, OpenShare, read_manifest
 from fpfs.client.shares.serving import Serving
 from fpfs.client.snapshot import InPlace, Memory, Part, Uncopied, copy_rest
 from fpfs.client.topology import TIMEOUT_S
@@ -67,6 +69,8 @@ from fpfs.core.transfers import combine_crc32
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 
 def save_shares(
@@ -101,7 +105,7 @@ def save_shares(
 
     Raises what `fpfs.save` raises; NotADirectoryError of a file, ValueError of more
     copies than there are nodes, and `Damaged` (a ValueError) of a
-    directory whose manifest is none.
+    directory whose manifest is none, unless another one has one: then it is replaced.
     """
     started = time.monotonic()
     peers = peers_of(group, timeout_s=timeout_s, call="save_shares")
@@ -120,11 +124,20 @@ class _Site(msgspec.Struct, array_like=True):
     kernel: str
     device: int
     inode: int
-    number: int
-    """`_last_number`."""
-    never_complete: list[Identity]
-    """`_never_complete`."""
+    former: _Former
     copies: int
+
+
+class _Former(msgspec.Struct, array_like=True):
+    """What a directory has of checkpoints before."""
+
+    number: int
+    """The greatest of a checkpoint, or of shares of none; 0: nothing is there."""
+    never_complete: list[Identity]
+    """Of which a killed save has left a share, and that cannot become complete."""
+    has_manifest: bool
+    failure: str
+    """What is wrong with a manifest that cannot be read; "": nothing."""
 
 
 class _Nodes(msgspec.Struct):
@@ -324,17 +337,16 @@ class SharesSave:
         self.path = resolve(directory)
         self._made = _make_directory(self.path)
         status = os.stat(self.path)
-        site = _Site(
-            Process.own().kernel,
-            status.st_dev,
-            status.st_ino,
-            _last_number(self.path),
-            _never_complete(self.path),
-            self._copies,
-        )
+        former, failure = _look_for_former(self.path)
+        kernel = Process.own().kernel
+        site = _Site(kernel, status.st_dev, status.st_ino, former, self._copies)
 
         def answer(sites: list[_Site]) -> list[_Nodes]:
+            has_manifest = any(site.former.has_manifest for site in sites)
             for other, site in enumerate(sites):
+                if site.former.failure and not has_manifest:
+                    # It may be another program's.
+                    raise RankFailed(other, site.former.failure)
                 if site.copies != self._copies:
                     raise RankFailed(
                         other,
@@ -350,12 +362,19 @@ class SharesSave:
                     f"{self._copies} copies are to be kept, and there is {nodes}: ranks of one"
                     " directory are one node"
                 )
-            latest = max(site.number for site in sites)
+            latest = max(site.former.number for site in sites)
             checkpoint = Identity(latest + 1, secrets.token_hex(8))
-            never = sorted({each for site in sites for each in site.never_complete})
+            never = sorted({each for site in sites for each in site.former.never_complete})
             return [_Nodes(of_ranks, checkpoint, never)] * len(sites)
 
-        found = self._peers.exchange("node", site, answer, of=_Nodes)
+        try:
+            found = self._peers.exchange("node", site, answer, of=_Nodes)
+        except RankFailed as failed:
+            if failure is not None and failed.cause == former.failure:
+                raise failure from None
+            raise
+        if failure is not None:
+            logger.warning("%s: it is replaced, since another directory has one", failure)
         self._checkpoint, self._of_ranks = found.checkpoint, found.of_ranks
         self._never_complete = frozenset(found.never_complete)
         rank, text_bytes = self._peers.rank, len(self._agreed.container.text)
@@ -449,7 +468,7 @@ class SharesSave:
             ranges = np.concatenate(found)
             self._begin = begin = header_room(ranges, self._header)
             # Or there may be no room.
-            former = read_manifest(self.path)
+            former = _readable_manifest(self.path)
             self._remove_left(before=0 if former is None else former.checkpoint.number)
             self._share.reserve(begin + node.bytes)
             name = os.fsencode(os.path.basename(self._share.temporary_path))
@@ -621,7 +640,7 @@ class SharesSave:
         """Write the manifest, unless that of a later checkpoint is there, of another group."""
         path = os.path.join(self.path, MANIFEST)
         with locked_directory(self.path):
-            former = read_manifest(self.path)
+            former = _readable_manifest(self.path)
             if former is not None and former.checkpoint > self._checkpoint:
                 self._stays = True
                 return
@@ -636,7 +655,7 @@ class SharesSave:
     def _remove_former(self) -> None:
         """Remove shares of former checkpoints, and what killed saves have left."""
         with locked_directory(self.path):
-            newest = read_manifest(self.path)
+            newest = _readable_manifest(self.path)
             first = self._checkpoint if newest is None else min(newest.checkpoint, self._checkpoint)
             self._remove_left(before=first.number)
 
@@ -656,39 +675,58 @@ class SharesSave:
         remove_left(os.path.join(self.path, MANIFEST), of=is_left)
 
 
-def _last_number(directory: str) -> int:
-    """Return the greatest number of what is there: a checkpoint, or shares of none; 0: nothing.
+def _look_for_former(directory: str) -> tuple[_Former, Failure | None]:
+    """Return what a directory has of checkpoints before, and what is wrong with its manifest.
 
-    Shares that have no name yet are of saves under way, which have begun before.
+    Raises OSError of a manifest that could not be replaced either.
     """
-    former = read_manifest(directory)
     files = [os.fsencode(name) for name in os.listdir(directory)]
+    # Shares that have no name yet are of saves under way, which have begun before.
     names = [os.fsdecode(target_of(file) or file) for file in files]
     numbers = [share.checkpoint.number for share in map(parse_name, names) if share is not None]
-    return max([0 if former is None else former.checkpoint.number, *numbers])
+    left = _left_by_rank_0(directory, files)
+    manifest, failure = None, None
+    try:
+        # Only now: who had a share locked may have been about to write it.
+        manifest = read_manifest(directory)
+    except (OSError, Damaged) as wrong:
+        if isinstance(wrong, OSError) and wrong.errno != errno.EIO:
+            raise
+        failure, left = wrong, []
+    complete = 0 if manifest is None else manifest.checkpoint.number
+    former = _Former(
+        max([complete, *numbers]),
+        [checkpoint for checkpoint in left if checkpoint.number > complete],
+        manifest is not None,
+        "" if failure is None else cause_of(failure),
+    )
+    return former, failure
 
 
-def _never_complete(directory: str) -> list[Identity]:
-    """Return checkpoints of which a killed save has left a share, that can never be complete.
+def _left_by_rank_0(directory: str, files: list[bytes]) -> list[Identity]:
+    """Return checkpoints whose rank 0 has saved to a directory, and is no more.
 
-    Their rank 0 saved to this directory, is no more, and has not written the manifest, which is
-    written here before anywhere else. That share 0 alone is here tells the directory: one that has
-    a copy of it has a share of its own as well.
+    It writes the manifest there before anywhere else. That share 0 alone is there tells the
+    directory: one that has a copy of it has a share of its own as well.
     """
     found: dict[Identity, list[tuple[int, str]]] = {}
-    for name in os.listdir(directory):
+    for name in map(os.fsdecode, files):
         share = parse_name(name)
         if share is not None:
             found.setdefault(share.checkpoint, []).append((share.share, name))
-    left = [
+    return [
         checkpoint
         for checkpoint, ((share, name), *others) in found.items()
         if share == 0 and not others and is_unlocked(os.path.join(directory, name))
     ]
-    # Only now: who has the share locked may be about to write it.
-    newest = read_manifest(directory)
-    complete = 0 if newest is None else newest.checkpoint.number
-    return [checkpoint for checkpoint in left if checkpoint.number > complete]
+
+
+def _readable_manifest(directory: str) -> Manifest | None:
+    """Return a directory's manifest; None: it has none, or one that another save has to replace."""
+    try:
+        return read_manifest(directory)
+    except (OSError, Damaged):
+        return None
 
 
 def _write_all(fd: int, content: bytes | bytearray, *, at: int) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,34 @@ def test_a_node_may_be_lost(
     assert threads() == []
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: os.truncate(path, 5000),
+    "no file": lambda path: (path.unlink(), path.mkdir()),
+    "another header": lambda path: path.write_bytes(b"7" * 4096 + path.read_bytes()[4096:]),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_share_that_is_unsound_is_read_by_another_node(
+    forks: Worlds, tmp_path: Path, what: str, share: int
+) -> None:
+    """Its own node's, or the copy; and if both are, the error names file and node."""
+    forks.start(2, save_state, str(tmp_path), 2, 1, 2).values()
+    places = directories(tmp_path, 2)
+    found = [sorted(Path(place).glob("*.share"))[share] for place in places]
+    DAMAGES[what](found[0])
+    Path(places[0], "manifest.json").write_text("")
+    forks.start(2, load_numbered, places, 1).values()
+    forks.start(2, load_numbered, places[::-1], 1).values()
+    os.truncate(found[1], 100)
+    errors = [str(each.error) for each in forks.start(2, load_of, places).outcomes()]
+    failed = next(rank for rank, error in enumerate(errors) if "RankFailed" not in error)
+    assert found[failed].name in errors[failed]
+    assert places[failed] in errors[failed]
+    assert errors[1 - failed] == f"RankFailed: rank {failed}: {errors[failed]}"
+
+
 def load_numbered(places: list[str], step: int) -> None:
     """As a rank that sees one of the directories."""
     assert same(load_shares(places[dist.get_rank()]), numbered(step))
@@ -524,17 +553,17 @@ def test_more_copies_than_nodes(tmp_path: Path) -> None:
 def replace_meanwhile(places: list[str]) -> None:
     """As a rank: load, while another group replaces the checkpoint between two of the steps."""
     rank = dist.get_rank()
-    paths_of = loading.paths_of
+    open_share = loading.open_share
 
     def replace(*arguments: Any) -> Any:
-        loading.paths_of = paths_of
+        loading.open_share = open_share
         dist.barrier()
         if rank == 0:
             save_shares(numbered(2), places[0], group=client.ALONE)
         dist.barrier()
-        return paths_of(*arguments)
+        return open_share(*arguments)
 
-    loading.paths_of = replace
+    loading.open_share = replace  # type: ignore[assignment]
     assert same(load_shares(places[rank]), numbered(2))
 
 

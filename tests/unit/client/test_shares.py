@@ -313,6 +313,35 @@ def test_damaged_bytes_are_found(saved: list[str], tmp_path: Path, at: int, wron
     assert not list(tmp_path.glob("*.pt"))
 
 
+def test_what_is_unsound_is_taken_from_another_directory(
+    saved: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of two directories has what the other one has not: a manifest, a header, or bytes."""
+    copies = [str(tmp_path / f"copy{number}") for number in range(2)]
+    for place, copy in zip(saved, copies, strict=True):
+        shutil.copytree(place, copy)
+    os.truncate(share_in(saved[0]), 5000)
+    damage(share_in(copies[1]), 100)
+    Path(saved[1], "manifest.json").write_text("")
+    for places in ([*saved, *copies], [*copies, *saved]):
+        caplog.clear()
+        assert same(client.load(places), numbered(1))
+        path = tmp_path / "gathered.pt"
+        gather(places, str(path), progress=no_progress)
+        assert same(torch.load(path), numbered(1))
+        said = [each.getMessage() for each in caplog.records if "is read instead" in each.msg]
+        expected = share_in(saved[0]) if places[0] == saved[0] else share_in(copies[1])
+        assert any(f"{saved[1]}/manifest.json is no manifest" in each for each in said)
+        assert any(each.startswith(f"{expected} of node ") for each in said)
+    with pytest.raises(Damaged, match=rf"{share_in(saved[0])} of node .* has 5000 bytes instead"):
+        client.load(saved)
+    # Bytes that are no header's are found when all are read.
+    shutil.copy(share_in(copies[0]), saved[1])
+    damage(share_in(copies[0]), -10)
+    gather([*copies, saved[1]], str(path), progress=no_progress)
+    assert same(torch.load(path), numbered(1))
+
+
 def test_what_is_missing_is_named(saved: list[str], tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -352,6 +381,35 @@ def test_what_is_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(Damaged, match="is of version 99, and this fpfs knows 1"):
         client.load(tmp_path)
+
+
+def test_a_manifest_that_cannot_be_read_is_replaced(forks: Worlds, tmp_path: Path) -> None:
+    """Where another directory shows that it is a checkpoint's; otherwise all ranks fail."""
+    places = directories(tmp_path, 2)
+    for step, wrong in enumerate(places, start=2):
+        forks.start(2, save_state, str(tmp_path), 2, 1).values()
+        Path(wrong, "manifest.json").write_text("")
+        forks.start(2, save_state, str(tmp_path), 2, step).values()
+        assert same(client.load(places), numbered(step))
+        assert names(tmp_path, 2) == whole(2)
+    # What could not be replaced is found before anything is written.
+    for wrong in places:
+        manifest = Path(wrong, "manifest.json")
+        manifest.rename(tmp_path / "aside")
+        manifest.mkdir()
+        outcomes = forks.start(2, save_state, str(tmp_path), 2, 4).outcomes()
+        assert all("IsADirectoryError: [Errno 21]" in str(each.error) for each in outcomes)
+        assert same(client.load(places), numbered(3))
+        manifest.rmdir()
+        (tmp_path / "aside").rename(manifest)
+    for place in places:
+        Path(place, "manifest.json").unlink()
+    Path(places[1], "manifest.json").write_text("{}")
+    first, other = forks.start(2, save_state, str(tmp_path), 2, 5).outcomes()
+    cause = f"Damaged: {places[1]}/manifest.json is no manifest of a checkpoint"
+    assert str(first.error).startswith(f"RankFailed: rank 1: {cause}")
+    assert str(other.error).startswith(cause)
+    assert Path(places[1], "manifest.json").read_text() == "{}"
 
 
 def test_a_place_that_cannot_be(tmp_path: Path) -> None:
