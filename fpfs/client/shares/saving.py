@@ -6,7 +6,8 @@ not tensors' bytes, too. When all shares are durable, rank 0 writes the manifest
 it goes beside each share. So whoever finds a manifest anywhere knows that its checkpoint is
 complete.
 
-Ranks are of one node if they see the same directory. The first of a node's makes its files.
+Ranks of one machine are of one node if they see the same directory. The first of a node's makes its
+files.
 
 Concurrency: as `fpfs.save`. Two groups may save to one directory at once: one of the checkpoints is
 the newest.
@@ -95,16 +96,16 @@ def save_shares(
     them.
 
     state, group, plan, timeout_s: as `fpfs.save` has them.
-    directory: on each node; it is made if it is not there. Ranks that see the same one are of one
-        node.
+    directory: on each node; it is made if it is not there. Ranks of one machine that see the same
+        one are of one node.
     copies: how many nodes keep each share; with 2 a node may be lost. What is copied is sent from
         rank to rank, and the call returns when it is durable as well.
 
     Returns what was saved; `path` is the directory on this node, `bytes` those of the torch.save
     file.
 
-    Raises what `fpfs.save` raises; NotADirectoryError of a file, ValueError of more
-    copies than there are nodes, and `Damaged` (a ValueError) of a
+    Raises what `fpfs.save` raises; NotADirectoryError of a file, ValueError of more copies than
+    there are nodes, or of nodes that have one directory, and `Damaged` (a ValueError) of a
     directory whose manifest is none, unless another one has one: then it is replaced.
     """
     started = time.monotonic()
@@ -165,8 +166,8 @@ class _Shares(msgspec.Struct, array_like=True):
 
     own: Opened
     """Its node's."""
-    sizes: list[int]
-    """To the first rank of a node: of all, if they are to be copied."""
+    kept: dict[int, Opened]
+    """To the first rank of a node: those of others that it keeps, by their numbers."""
 
 
 class Closed(msgspec.Struct):
@@ -477,21 +478,31 @@ class SharesSave:
         def answer(opened: list[Opened]) -> list[_Shares]:
             firsts = self._firsts
             own = [opened[rank] for rank in firsts]
-            sizes = [each.file_bytes for each in own] if self._copies > 1 else []
+            kept: list[dict[int, Opened]] = [{} for _ in own]
+            for share, each in enumerate(own):
+                for keeper in holders(share, len(own), self._copies)[1:]:
+                    kept[keeper][share] = each
             return [
-                _Shares(own[number], sizes if rank == firsts[number] else [])
+                _Shares(own[number], kept[number] if rank == firsts[number] else {})
                 for rank, number in enumerate(self._of_ranks)
             ]
 
         shares = self._peers.exchange("share", opened, answer, of=_Shares)
         if self._copies > 1 and self._is_first:
-            kept = {
-                share: size
-                for share, size in enumerate(shares.sizes)
-                if node.number in holders(share, node.nodes, self._copies)[1:]
-            }
-            self._of_others = Copies(self.path, self._checkpoint, node.nodes, kept)
+            self._check_apart(shares.kept)
+            sizes = {share: each.file_bytes for share, each in shares.kept.items()}
+            self._of_others = Copies(self.path, self._checkpoint, node.nodes, sizes)
         return ranges, shares.own
+
+    def _check_apart(self, kept: dict[int, Opened]) -> None:
+        """Raise ValueError if a share is here that is to be copied here."""
+        for share, opened in kept.items():
+            if os.path.exists(os.path.join(self.path, os.fsdecode(opened.name))):
+                raise ValueError(
+                    f"{self._copies} copies are to be kept, and nodes {share} and"
+                    f" {self._node.number} both save to {self.path}: give each node a directory on"
+                    " drives of its own, or keep 1 copy"
+                )
 
     @property
     def _firsts(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fpfs.client.shares.gathering import verify
 from fpfs.client.shares.loading import load_shares
 from fpfs.client.shares.saving import save_shares
 from tests.support.failures.calls import die, unreadable
-from tests.support.ranks import Worlds
+from tests.support.ranks import Worlds, be_on_a_machine
 from tests.support.states import (
     PLACEMENTS,
     directories,
@@ -548,6 +549,26 @@ def test_more_copies_than_nodes(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="copies is .*: give how many nodes keep each share"):
             save_shares({}, tmp_path / "new", copies=wrong)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
+
+
+def save_apart(place: str, step: int, copies: int) -> None:
+    """As a rank on a machine of its own: save to a directory that all see."""
+    be_on_a_machine(f"machine {dist.get_rank()}")
+    save_shares(numbered(step), place, copies=copies)
+
+
+def test_copies_in_one_directory_are_none(forks: Worlds, tmp_path: Path) -> None:
+    """Machines may see one directory: then there is no other place for a copy."""
+    place = str(tmp_path)
+    for step in (1, 2):
+        forks.start(2, save_apart, place, step, 1).values()
+        assert same(client.load(place), numbered(step))
+        assert len(os.listdir(place)) == 3
+    errors = [str(each.error) for each in forks.start(2, save_apart, place, 3, 2).outcomes()]
+    wrong = rf"2 copies are to be kept, and nodes \d and \d both save to {place}: give each node "
+    assert all(re.search(wrong, error) for error in errors), errors
+    assert same(client.load(place), numbered(2))
+    assert len(os.listdir(place)) == 3
 
 
 def replace_meanwhile(places: list[str]) -> None:
