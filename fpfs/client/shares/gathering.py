@@ -6,10 +6,11 @@ Threads read a share block by block; each range has a CRC32 of its own.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
+import errno
 import itertools
 import mmap
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from fpfs.client.shares.reading import (
     Failure,
     OpenShare,
     Shares,
-    newest_manifest,
+    newest_manifests,
     open_each,
     opened_shares,
     pass_over,
@@ -104,29 +105,49 @@ def verify(directories: Sequence[str], *, progress: Progress) -> tuple[Manifest,
     have no checkpoint, and `Damaged` of what is no manifest.
     """
     names = [resolve(each) for each in directories]
-    manifest = newest_manifest(names)
-    places = [
-        (number, path)
-        for number, share in enumerate(manifest.shares)
-        for path in places_of(share, names)
-    ]
-    there = [place for place in places if os.path.exists(place[1])]
-    total = sum(manifest.shares[number].bytes for number, _ in there)
-    done = _Progress(progress, total)
-    found = []
-    for number, file in enumerate(manifest.shares):
-        paths = [path for of, path in there if of == number]
-        if not paths:
-            found.append(Checked(number, file.node, None, file.bytes, "is in no directory"))
-        for path in paths:
-            problem: str | None
-            try:
-                with OpenShare(path, manifest, number) as share:
-                    problem = _check(share, None, done)
-            except (OSError, Damaged) as error:
-                problem = str(error)
-            found.append(Checked(number, file.node, path, file.bytes, problem))
+    with contextlib.ExitStack() as closing:
+        for manifest in newest_manifests(names):
+            copies = [
+                _open_copies(manifest, number, names, closing)
+                for number in range(len(manifest.shares))
+            ]
+            if min(map(len, copies)) >= manifest.copies:
+                break
+        total = sum(
+            file.bytes * len(places) for file, places in zip(manifest.shares, copies, strict=True)
+        )
+        done = _Progress(progress, total)
+        found = []
+        for number, (file, places) in enumerate(zip(manifest.shares, copies, strict=True)):
+            if not places:
+                found.append(Checked(number, file.node, None, file.bytes, "is in no directory"))
+            for path, share in places.items():
+                problem: str | None
+                try:
+                    problem = (
+                        _check(share, None, done) if isinstance(share, OpenShare) else str(share)
+                    )
+                except (OSError, Damaged) as failure:
+                    problem = str(failure)
+                found.append(Checked(number, file.node, path, file.bytes, problem))
     return manifest, found
+
+
+def _open_copies(
+    manifest: Manifest, number: int, directories: Sequence[str], closing: contextlib.ExitStack
+) -> dict[str, OpenShare | Failure]:
+    """Return a share as each directory has it, by its path: open, or what is wrong with it."""
+    found: dict[str, OpenShare | Failure] = {}
+    for path in places_of(manifest.shares[number], directories):
+        try:
+            found[path] = closing.enter_context(OpenShare(path, manifest, number))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, Damaged) as failure:
+            if isinstance(failure, OSError) and failure.errno == errno.EMFILE:
+                raise
+            found[path] = failure
+    return found
 
 
 def _store(

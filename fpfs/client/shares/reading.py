@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -73,6 +72,20 @@ def newest_manifest(directories: Sequence[str]) -> Manifest:
     if newest is None:
         raise Missing(none_in(directories))
     return newest
+
+
+def newest_manifests(directories: Sequence[str]) -> Iterator[Manifest]:
+    """Yield `newest_manifest`, and then that of each checkpoint that has replaced it meanwhile.
+
+    For who has not found all shares: they are lost if there is no other.
+    """
+    former = None
+    for _ in range(TRIES):
+        manifest = newest_manifest(directories)
+        if manifest == former:
+            break
+        yield manifest
+        former = manifest
 
 
 def newest_of(directories: Sequence[str]) -> Manifest | None:
@@ -303,21 +316,15 @@ def opened_shares(directories: Sequence[str]) -> Iterator[tuple[Manifest, list[O
     Raises OSError of what is not there or cannot be read, `Missing` among them, and `Damaged`.
     """
     with contextlib.ExitStack() as closing:
-        for tries in itertools.count(1):
-            manifest = newest_manifest(directories)
+        for manifest in newest_manifests(directories):
             found = dict[int, OpenShare]()
             for number in range(len(manifest.shares)):
                 share = open_share(manifest, number, directories)
                 if share is not None:
                     found[number] = closing.enter_context(share)
-            try:
-                check_found(manifest, found, ", ".join(directories))
-            except FileNotFoundError:
-                # It may just have been replaced.
-                if tries == TRIES or newest_manifest(directories) == manifest:
-                    raise
-                continue
-            break
+            if len(found) == len(manifest.shares):
+                break
+        check_found(manifest, found, ", ".join(directories))
         yield manifest, list(found.values())
 
 
@@ -432,7 +439,7 @@ __all__ = [
     "SharesFile",
     "check_found",
     "has_shares",
-    "newest_manifest",
+    "newest_manifests",
     "newest_of",
     "none_in",
     "open_each",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from fpfs.cli import ctl
+from fpfs.client.shares import reading
+from fpfs.client.shares.format import Manifest
+from fpfs.client.shares.saving import save_shares
 from tests.support.processes import run
 from tests.support.ranks import Worlds
 from tests.support.states import directories, numbered, same, save_state
@@ -52,6 +56,24 @@ def test_verify(capsys: pytest.CaptureFixture[str], saved: list[str]) -> None:
     assert lines[1].endswith("is well")
     assert lines[2].endswith("is in no directory")
     assert lines[3] == f"checkpoint {lost['checkpoint']}: 1.15 MiB, NOT WHOLE"
+
+
+def test_verify_of_what_is_replaced_meanwhile(
+    capsys: pytest.CaptureFixture[str], saved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its manifest is read: its shares are gone, and another's are there."""
+    newest_manifest = reading.newest_manifest
+
+    def replace(directories: Sequence[str]) -> Manifest:
+        monkeypatch.undo()
+        found = newest_manifest(directories)
+        save_shares(numbered(2), saved[0])
+        return found
+
+    monkeypatch.setattr(reading, "newest_manifest", replace)
+    found = printed(capsys, "verify", saved[0])
+    assert found["checkpoint"].startswith("2-")
+    assert [share["problem"] for share in found["shares"]] == [None]
 
 
 @pytest.mark.parametrize(
