@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
@@ -41,11 +42,17 @@ class ShareReport(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SharesReport(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``fpfs-ctl verify --json`` prints: the checkpoint, and what there is of its shares."""
+    """What ``fpfs-ctl verify --json`` prints: the checkpoint, and what there is of its shares.
+
+    `copies`: how many nodes were to have each share; `copies_lost`: how many that makes in all that
+    are in none of the directories, or damaged.
+    """
 
     checkpoint: str
     bytes: int
     ranks: int
+    copies: int
+    copies_lost: int
     whole: bool
     shares: tuple[ShareReport, ...]
 
@@ -91,7 +98,8 @@ def gather(
 def verify(directory: str, /, *directories: str, json: Json = False) -> int:
     """Check the shares that nodes have of a checkpoint, by their CRC32s.
 
-    Exits with 1 if a share is damaged, or in none of the directories.
+    Exits with 1 if a share is damaged, or in none of the directories. Of a checkpoint of which more
+    nodes than one keep each share, it says how many copies are lost.
 
     Parameters
     ----------
@@ -118,11 +126,14 @@ def verify(directory: str, /, *directories: str, json: Json = False) -> int:
         )
         for each in found
     )
-    sound = {each.share for each in shares if each.problem is None}
+    sound = Counter(each.share for each in shares if each.problem is None)
+    lost = [max(0, manifest.copies - sound[number]) for number in range(len(manifest.shares))]
     report = SharesReport(
         checkpoint=f"{manifest.checkpoint.number}-{manifest.checkpoint.token}",
         bytes=manifest.bytes,
         ranks=manifest.ranks,
+        copies=manifest.copies,
+        copies_lost=sum(lost),
         whole=len(sound) == len(manifest.shares),
         shares=shares,
     )
@@ -150,6 +161,9 @@ def _show(report: SharesReport) -> None:
         )
     console.print(table)
     outcome = "whole" if report.whole else "NOT WHOLE"
+    if report.copies > 1 and report.copies_lost:
+        of_all = report.copies * len({each.share for each in report.shares})
+        outcome += f", COPIES LOST: {report.copies_lost} of {of_all}"
     say(console, f"checkpoint {report.checkpoint}: {format_size(report.bytes)}, {outcome}")
 
 

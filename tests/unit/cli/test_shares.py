@@ -58,6 +58,29 @@ def test_verify(capsys: pytest.CaptureFixture[str], saved: list[str]) -> None:
     assert lines[3] == f"checkpoint {lost['checkpoint']}: 1.15 MiB, NOT WHOLE"
 
 
+def test_verify_counts_copies(
+    capsys: pytest.CaptureFixture[str], forks: Worlds, tmp_path: Path
+) -> None:
+    forks.start(2, save_state, str(tmp_path), 2, 1, 2).values()
+    places = directories(tmp_path, 2)
+
+    def verified(*places: str, status: int = 0) -> tuple[list[Any], str]:
+        report = printed(capsys, "verify", *places, status=status)
+        assert ctl.main(["verify", *places]) == status
+        last = capsys.readouterr().out.splitlines()[-1]
+        return [report[key] for key in ("copies", "copies_lost", "whole")], last.split("MiB, ")[1]
+
+    assert verified(*places) == ([2, 0, True], "whole")
+    assert verified(places[1]) == ([2, 2, True], "whole, COPIES LOST: 2 of 4")
+    first, second = sorted(Path(places[0]).glob("*.share"))
+    first.unlink()
+    assert verified(*places) == ([2, 1, True], "whole, COPIES LOST: 1 of 4")
+    with second.open("r+b") as file:
+        file.truncate(100)
+    assert verified(*places, status=1) == ([2, 2, True], "whole, COPIES LOST: 2 of 4")
+    assert verified(places[0], status=1) == ([2, 4, False], "NOT WHOLE, COPIES LOST: 4 of 4")
+
+
 def test_verify_of_what_is_replaced_meanwhile(
     capsys: pytest.CaptureFixture[str], saved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
