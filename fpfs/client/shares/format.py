@@ -25,7 +25,8 @@ ALIGNMENT = 4096
 
 _NAME = re.compile(r"([0-9]{5,})-of-([0-9]{5,})\.([0-9]+)-([0-9a-f]{16})\.share")
 
-Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]
+NATURAL_MAX = 1 << 56
+Natural = Annotated[int, msgspec.Meta(ge=0, le=NATURAL_MAX)]
 
 
 class Damaged(ValueError):
@@ -116,13 +117,17 @@ class ShareName(NamedTuple):
 
 
 def parse_name(name: str) -> ShareName | None:
-    """Return what the name of a share's file says; None: it is no such name."""
+    """Return what the name of a share's file says; None: it is no such name.
+
+    Numbers are less than NATURAL_MAX: there is one more, of the next checkpoint.
+    """
     match = _NAME.fullmatch(name)
-    return (
-        ShareName(int(match[1]), int(match[2]), Identity(int(match[3]), match[4]))
-        if match
-        else None
-    )
+    if match is None:
+        return None
+    share, shares, number = map(int, match.groups()[:3])
+    if max(share, shares, number) >= NATURAL_MAX:
+        return None
+    return ShareName(share, shares, Identity(number, match[4]))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -142,6 +147,11 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     for number, share in enumerate(manifest.shares):
         if share.name != share_name(number, len(manifest.shares), manifest.checkpoint):
             raise Damaged(f"{path} names a file that is no share of it: {share.name!r}")
+        if not 8 <= share.header_bytes <= share.bytes:
+            raise Damaged(
+                f"{path} is no manifest of a checkpoint: of {share.name}, of {share.bytes} bytes,"
+                f" {share.header_bytes} are the header"
+            )
     return manifest
 
 

@@ -336,7 +336,7 @@ class SharesSave:
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
         self.progress.total_bytes = self._agreed.plan.share(self._peers.rank).bytes
         self.path = resolve(directory)
-        self._made = _make_directory(self.path)
+        _make_directory(self.path, self._made)
         status = os.stat(self.path)
         former, failure = _look_for_former(self.path)
         kernel = Process.own().kernel
@@ -747,10 +747,9 @@ def _write_all(fd: int, content: bytes | bytearray, *, at: int) -> None:
         rest, at = rest[count:], at + count
 
 
-def _make_directory(path: str) -> list[str]:
-    """Make a directory and those above it that are missing; returns those that this made."""
+def _make_directory(path: str, made: list[str]) -> None:
+    """Make a directory and those above it that are missing; `made` takes those that this makes."""
     parents = parents_of_missing(path)
-    made = []
     for missing in [*reversed(parents[:-1]), path] if parents else []:
         try:
             os.mkdir(missing)
@@ -761,7 +760,6 @@ def _make_directory(path: str) -> list[str]:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     for parent in parents:
         flush(parent)
-    return made
 
 
 __all__ = ["SharesSave", "save_shares"]

@@ -409,6 +409,22 @@ def test_a_node_that_is_lost_is_named(forks: Worlds, tmp_path: Path) -> None:
     assert str(other.error).startswith("RankFailed: rank 0: Missing: share 1 of node")
 
 
+def load_within(folder: str, places: list[str]) -> str:
+    os.chdir(folder)
+    return load_of(places)
+
+
+def test_what_lies_in_the_working_directory_is_not_looked_for(
+    forks: Worlds, tmp_path: Path
+) -> None:
+    forks.start(2, save_state, str(tmp_path), 2, 1).values()
+    places = directories(tmp_path, 2)
+    share = next(Path(places[1]).glob("*.share"))
+    share.rename(tmp_path / share.name)
+    first, _ = forks.start(2, load_within, str(tmp_path), places).outcomes()
+    assert str(first.error).startswith("Missing: share 1 of node")
+
+
 @pytest.mark.parametrize(
     ("nodes", "copies", "expected"),
     [

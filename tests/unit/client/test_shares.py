@@ -22,7 +22,7 @@ from fpfs.client.shares import saving
 from fpfs.client.shares.format import Damaged
 from fpfs.client.shares.gathering import gather, verify
 from fpfs.client.shares.saving import save_shares
-from tests.support.failures.calls import die, full
+from tests.support.failures.calls import die, full, unreadable
 from tests.support.ranks import Worlds
 from tests.support.states import (
     PLACEMENTS,
@@ -462,6 +462,37 @@ def test_a_save_that_another_one_overtakes(tmp_path: Path, monkeypatch: pytest.M
     remove(others[0])
     assert same(client.load(tmp_path), numbered(3))
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_directory_that_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "flush", unreadable)
+    with pytest.raises(OSError, match="Input/output error"):
+        save_shares(numbered(1), tmp_path / "new" / "deeper")
+    assert os.listdir(tmp_path) == [], "what was made is removed"
+
+
+def test_a_header_that_a_file_has_no_room_for(tmp_path: Path) -> None:
+    save_shares(numbered(1), tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for header_bytes in (1 << 50, manifest["shares"][0]["bytes"] + 1, 7):
+        manifest["shares"][0]["header_bytes"] = header_bytes
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(Damaged, match=f"manifest.json is no manifest .*, {header_bytes} are"):
+            client.load(tmp_path)
+
+
+def test_a_name_with_too_great_a_number_is_no_share(tmp_path: Path) -> None:
+    """Or the next checkpoint would have a number that its manifest cannot have."""
+    for number in (1 << 56, 10**30):
+        (tmp_path / f"00000-of-00001.{number}-0123456789abcdef.share").touch()
+    for step in (1, 2):
+        save_shares(numbered(step), tmp_path)
+        assert same(client.load(tmp_path), numbered(step))
+    (tmp_path / f"00000-of-00001.{(1 << 56) - 1}-0123456789abcdef.share").touch()
+    save_shares(numbered(3), tmp_path)
+    assert same(client.load(tmp_path), numbered(3))
 
 
 def test_a_manifest_without_shares_is_none(tmp_path: Path) -> None:
