@@ -19,7 +19,7 @@ from fpfs import client
 from fpfs.client import planning
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares import saving
-from fpfs.client.shares.format import Damaged
+from fpfs.client.shares.format import Damaged, Identity, share_name
 from fpfs.client.shares.gathering import gather, verify
 from fpfs.client.shares.saving import save_shares
 from tests.support.failures.calls import die, full, unreadable
@@ -258,6 +258,22 @@ def test_what_a_killed_save_left_takes_no_room(forks: Worlds, tmp_path: Path, mo
     forks.start(2, save_in_room_for_two, str(tmp_path)).values()
     assert same(client.load(directories(tmp_path, 2)), numbered(3))
     assert names(tmp_path, 2) == whole(2)
+
+
+def test_a_save_under_way_may_become_complete(tmp_path: Path) -> None:
+    """Its share has its name, and is locked until the save ends."""
+    checkpoint = Identity(3, "0" * 16)
+    with Replacement(str(tmp_path / share_name(0, 2, checkpoint))) as share:
+        share.complete(durable=True)
+        share.take_name()
+        former, _ = saving._look_for_former(str(tmp_path))
+        assert (former.number, former.never_complete) == (3, [])
+    former, _ = saving._look_for_former(str(tmp_path))
+    assert former.never_complete == [checkpoint]
+    # The directory may be of a node that has a copy of it, and then has a share of its own, too.
+    (tmp_path / share_name(1, 2, checkpoint)).touch()
+    former, _ = saving._look_for_former(str(tmp_path))
+    assert (former.number, former.never_complete) == (3, [])
 
 
 def test_what_may_be_complete_stays(
