@@ -28,6 +28,7 @@ from fpfs.daemon.catalog.replicas import (
     PENDING_PAGES_MAX,
     Copies,
     check_one_went_on,
+    leading,
     note_alone,
 )
 from fpfs.daemon.catalog.reserve import RESERVE_NAME, empty_if_full
@@ -225,7 +226,8 @@ def _choose(sound: Sequence[_Copy]) -> _Copy:
     first, *others = sound
     if not any(copy.files.count_differences(first.files) for copy in others):
         return first
-    return max(sound, key=lambda copy: _sequence_of(copy.path))
+    newest = leading({copy.path: _sequence_of(copy.path) for copy in sound})
+    return next(copy for copy in sound if copy.path == newest)
 
 
 def _checkpoint_log(copy: _Copy) -> _Copy:

@@ -9,7 +9,8 @@ Invariants:
   * The follower, with what is gathered for it, holds every transaction that was answered: when the
     leader fails, the follower takes its place and nothing that was answered is lost.
   * Every transaction has a number, so that copies can be compared. After a change of the leader one
-    number is left out: a copy that failed may hold a transaction that was never answered.
+    number is left out: a copy that failed may hold a transaction that was never answered. Numbers
+    of a copy that went on without the other say nothing: a note beside it tells that it is newer.
   * The sums of pages are flushed before SQLite may copy the log into the database.
   * A copy that failed is not written again before the next mount, which makes it anew.
 
@@ -36,7 +37,7 @@ from fpfs.daemon.catalog.safe_open import make_regular
 from fpfs.daemon.catalog.schema import SEQUENCE, flush_directory, open_database
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,24 @@ def check_one_went_on(copies: Sequence[Path]) -> None:
             f"catalogs {alone[0]} and {alone[1]} were each changed without the other",
             remedy=f"choose one state: remove catalog.db and {ALONE_NAME} beside the other copy",
         )
+
+
+def forget_alone(copy: Path) -> None:
+    """Take that note back, durably: the other copies have all that this one has. Blocks."""
+    note = copy.with_name(ALONE_NAME)
+    if note.exists():
+        note.unlink()
+        flush_directory(copy.parent)
+
+
+def leading(copies: Mapping[Path, int]) -> Path:
+    """Return the newest of sound copies, given the number of the last transaction of each.
+
+    One that went on without the others is newer than they, whatever its number is: a leader that
+    was lost before its last transactions were durable in its follower has the larger one.
+    """
+    alone = [copy for copy in copies if copy.with_name(ALONE_NAME).exists()]
+    return alone[0] if len(alone) == 1 else max(copies, key=copies.__getitem__)
 
 
 def _open_log(path: Path) -> int:
@@ -179,7 +198,7 @@ class Copies:
         self.flush_follower()
         if not self._troubles:
             for path in self._paths:
-                path.with_name(ALONE_NAME).unlink(missing_ok=True)
+                forget_alone(path)
         for reserve in (self.reserve, self._follower_reserve):
             if reserve is not None and not reserve.restore():
                 log.info("a copy of the catalog has no room for its reserve")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from fpfs.core.engine import CatalogFiles
 from fpfs.core.errors import CatalogError, CatalogTooNew
 from fpfs.daemon.catalog.migration import migrate
-from fpfs.daemon.catalog.replicas import ALONE_NAME, check_one_went_on
+from fpfs.daemon.catalog.replicas import ALONE_NAME, check_one_went_on, leading
 from fpfs.daemon.catalog.safe_open import open_regular
 from fpfs.daemon.catalog.schema import (
     FORMAT_VERSION,
@@ -81,20 +81,18 @@ def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> Ca
     of two has what the other lacks.
     """
     troubles: dict[Path, str] = {}
-    found: list[tuple[int, Path, Path]] = []
+    sequences: dict[Path, int] = {}
     for number, path in enumerate(paths):
         place = folder / str(number)
         place.mkdir()
         try:
-            sequence = _copy_consistent(path, place, filesystem_id)
+            sequences[path] = _copy_consistent(path, place, filesystem_id)
         except OSError as error:
             if lacks_room(error):
                 raise
             is_missing = error.errno == errno.ENOENT
             troubles[path] = "it is missing" if is_missing else error.strerror or str(error)
-        else:
-            found.append((sequence, path, place / DATABASE))
-    if not found:
+    if not sequences:
         if all(not os.path.lexists(path) for path in paths):
             return None
         raise CatalogError(
@@ -109,9 +107,10 @@ def take_image(paths: Sequence[Path], *, folder: Path, filesystem_id: str) -> Ca
                 remedy=f"put back {path} and its catalog.sums, or remove {ALONE_NAME} beside it to"
                 " go back to the older state",
             )
-    check_one_went_on([path for _sequence, path, _database in found])
-    _sequence, source, database = max(found, key=lambda each: each[0])
-    return CatalogImage(source, _open(database), troubles)
+    check_one_went_on(list(sequences))
+    source = leading(sequences)
+    place = folder / str(paths.index(source))
+    return CatalogImage(source, _open(place / DATABASE), troubles)
 
 
 def take_live_image(path: Path, *, folder: Path, filesystem_id: str) -> CatalogImage:

@@ -28,6 +28,7 @@ from fpfs.daemon.catalog.database import Catalog, RootOwner, Transaction
 from fpfs.daemon.catalog.reserve import RESERVE_BYTES
 from fpfs.daemon.catalog.rows.attributes import store_xattr
 from fpfs.daemon.catalog.schema import FORMAT_VERSION
+from fpfs.daemon.offline.image import take_image
 from tests.support.catalog.catalogs import (
     FILES,
     FILESYSTEM_ID,
@@ -260,6 +261,31 @@ async def test_the_newer_copy_wins(states: list[State], tmp_path: Path) -> None:
         shutil.copytree(older.folder / device, folder / device)
         plane = await _check_opens(folder, newer)
         assert plane == newer.answered
+
+
+@trio.testing.trio_test
+async def test_a_copy_that_went_on_alone_is_newer_whatever_its_number(tmp_path: Path) -> None:
+    """The lost leader had answered more transactions than were made without it."""
+    folder, hidden = tmp_path / "crashed", tmp_path / "lost"
+    catalog = make_catalog(tmp_path / "live")
+    await make_names(catalog, range(10))
+    await catalog.make_durable()
+    await make_names(catalog, range(10, 60))
+    copy_state(tmp_path / "live", folder)
+    await catalog.close()
+    leader, follower = paths_of(folder)
+    leader.parent.rename(hidden)
+    catalog = Catalog.open(follower, filesystem_id=FILESYSTEM_ID, absent=[leader])
+    await make_names(catalog, range(150_000, 150_003))
+    await catalog.make_durable()
+    plane = await catalog.read(name_plane)
+    await catalog.close()
+    hidden.rename(leader.parent)
+    image = take_image(paths_of(folder), folder=tmp_path, filesystem_id=FILESYSTEM_ID)
+    assert image is not None
+    assert image.source == follower
+    image.close()
+    assert await _check_opens(folder, State(folder, plane, plane)) == plane
 
 
 @trio.testing.trio_test
