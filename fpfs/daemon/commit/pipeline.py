@@ -48,6 +48,7 @@ from fpfs.daemon.catalog.rows.group_pins import is_held, list_held
 from fpfs.daemon.catalog.rows.quarantine import quarantine
 from fpfs.daemon.catalog.rows.queries import list_below
 from fpfs.daemon.commit.deferred_unlink import DeferredUnlinks
+from fpfs.daemon.commit.entry import Entry
 from fpfs.daemon.commit.lag import CommitSteps, Durability, StepKind
 from fpfs.daemon.commit.quarantine import Quarantine
 from fpfs.daemon.commit.space_gc import Reclaim
@@ -55,7 +56,7 @@ from fpfs.daemon.commit.space_gc import Reclaim
 if TYPE_CHECKING:
     from collections.abc import KeysView, Sequence
 
-    from fpfs.core.engine import Engine, Snapshot, SyncWrite
+    from fpfs.core.engine import Engine, SyncWrite
     from fpfs.daemon.catalog.database import Catalog
     from fpfs.daemon.catalog.executor import Transaction
     from fpfs.daemon.catalog.rows.quarantine import Quarantined
@@ -98,37 +99,6 @@ class CommitStatistics(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[CommitFailure, ...]
 
 
-class _Entry:
-    """One version on its way; `done` is set when it is current or given up."""
-
-    __slots__ = (
-        "done",
-        "drained",
-        "error",
-        "inode",
-        "killed_by",
-        "last",
-        "number",
-        "previous",
-        "snapshot",
-        "started",
-    )
-
-    def __init__(self, inode: Inode, number: int, *, last: bool, previous: _Entry | None) -> None:
-        self.inode = inode
-        self.number = number
-        self.last = last
-        self.killed_by = inode.killed_by
-        """The signal that ended the writer of this version; that of a later one may be another."""
-        self.previous = previous
-        """The entry of the same inode that is ahead in the queue, if any."""
-        self.started = False
-        self.drained = False
-        self.snapshot: Snapshot | None = None
-        self.error: OSError | None = None
-        self.done = trio.Event()
-
-
 class Commit:
     """The queue of versions and the tasks that make them current and durable."""
 
@@ -155,17 +125,17 @@ class Commit:
         self.durability = Durability(catalog, self.steps)
         self._numbers = itertools.count(1)
         self._flush_delay_s = durable_within_s / 2
-        self._queue: deque[_Entry] = deque()
-        self._gathered: list[_Entry] = []
+        self._queue: deque[Entry] = deque()
+        self._gathered: list[Entry] = []
         self._gathered_event = trio.Event()
-        self._to_drain: deque[_Entry] = deque()
+        self._to_drain: deque[Entry] = deque()
         self._drainers_idle = trio.lowlevel.ParkingLot()
         self._progress = trio.Event()
         self._awaited = trio.Event()
         """Set when somebody waits for a queued version."""
         self._changed = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
-        self._last_entries: dict[int, _Entry] = {}
+        self._last_entries: dict[int, Entry] = {}
         self._failures: dict[int, CommitFailure] = {}
         self._not_kept: dict[int, int] = {}
         """The first version of each inode that could not be kept since one was current."""
@@ -483,7 +453,7 @@ class Commit:
 
     # The queue.
 
-    def _enqueue(self, inode: Inode, *, last: bool) -> _Entry:
+    def _enqueue(self, inode: Inode, *, last: bool) -> Entry:
         """Queue an inode behind everything closed before it."""
         tail = self._queue[-1] if self._queue else None
         if tail is not None and tail.inode is inode and not tail.started:
@@ -496,16 +466,16 @@ class Commit:
         self._gathered_event.set()
         return entry
 
-    def _append(self, inode: Inode, *, last: bool) -> _Entry:
+    def _append(self, inode: Inode, *, last: bool) -> Entry:
         number = next(self._numbers)
-        entry = _Entry(inode, number, last=last, previous=self._last_entries.get(inode.ino))
+        entry = Entry(inode, number, last=last, previous=self._last_entries.get(inode.ino))
         self._last_entries[inode.ino] = entry
         inode.users += 1
         inode.pending += 1
         self._queue.append(entry)
         return entry
 
-    async def _wait_done(self, entry: _Entry) -> None:
+    async def _wait_done(self, entry: Entry) -> None:
         self._awaited.set()
         await entry.done.wait()
 
@@ -535,7 +505,7 @@ class Commit:
                 entry.previous = None
             await self._drain(entry)
 
-    async def _drain(self, entry: _Entry) -> None:
+    async def _drain(self, entry: Entry) -> None:
         """Drain one entry; its inode's lock is kept until it is committed."""
         inode = entry.inode
         try:
@@ -564,7 +534,7 @@ class Commit:
     async def _commit_in_order(self) -> None:
         """Commit drained entries from the head of the queue, many at once."""
         while True:
-            batch: list[_Entry] = []
+            batch: list[Entry] = []
             for entry in self._queue:
                 if not entry.drained or len(batch) == VERSIONS_MAX:
                     break
@@ -587,7 +557,7 @@ class Commit:
                 self._awaited = trio.Event()
             self._wake_waiting()
 
-    async def _commit_batch(self, batch: list[_Entry]) -> None:
+    async def _commit_batch(self, batch: list[Entry]) -> None:
         """Make a batch of drained versions current, one by one if they fail together."""
         if not batch:
             return
@@ -604,7 +574,7 @@ class Commit:
             else:
                 self._fail(batch[0], error)
 
-    def _fail(self, entry: _Entry, error: OSError) -> None:
+    def _fail(self, entry: Entry, error: OSError) -> None:
         entry.error = error
         self._not_kept.setdefault(entry.inode.ino, entry.number)
 
@@ -612,11 +582,11 @@ class Commit:
         """Up to which version removals are final: all that was closed before has been kept."""
         return min([number, *(failed - 1 for failed in self._not_kept.values())])
 
-    async def _commit_each(self, batch: list[_Entry]) -> None:
+    async def _commit_each(self, batch: list[Entry]) -> None:
         for entry in batch:
             await self._commit_batch([entry])
 
-    async def _store(self, batch: list[_Entry]) -> None:
+    async def _store(self, batch: list[Entry]) -> None:
         """Run the transaction of a batch and tell the engine."""
         versions = [self._version(entry) for entry in batch]
         changed: list[Changed] = []
@@ -671,7 +641,7 @@ class Commit:
             inode.drop_privileges()
             self._engine.privileges_restored(version.ino)
 
-    async def _store_quarantined(self, entry: _Entry) -> None:
+    async def _store_quarantined(self, entry: Entry) -> None:
         """Run the transaction of a version that a killed writer left."""
         version = self._version(entry)
         changed: list[Changed] = []
@@ -695,7 +665,7 @@ class Commit:
             self.steps.add(StepKind.QUARANTINED, entry.inode.ino, began_ns)
             await self._quarantine.finish(quarantined)
 
-    def _version(self, entry: _Entry) -> Version:
+    def _version(self, entry: Entry) -> Version:
         """Return what the catalog stores of a drained entry.
 
         Times are those of this moment and not of the drain, so that a utimens() which the catalog
@@ -714,7 +684,7 @@ class Commit:
             killed_by=entry.killed_by,
         )
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, entry: Entry) -> None:
         """Let go of an entry that is committed or given up."""
         inode = entry.inode
         if entry.error is not None:
