@@ -15,10 +15,11 @@ Invariants:
     (ack=close, ack=durable), as an fsync does.
   * One drain of an inode at a time: its lock is taken by the drain and released after step 3.
   * A version holds nothing of a writer that came after its close: an open for writing waits until
-    the drain of what was closed before has begun (`wait_drain_begun`).
+    the drain of what was closed before has begun (`wait_turn`).
   * A version whose writer was killed does not become current under an all-or-nothing name: it is
     quarantined (`rows.quarantine`), and the one before stays. Who opens the file meanwhile waits
-    until that is done (`wait_quarantined`).
+    until that is done (`wait_quarantined`). While it cannot be kept, `Inode.killed_by` says whose
+    it is, until it is emptied or tried again by who writes next.
   * A failed drain leaves the previous version current and the bytes in the engine, which tells the
     next write, fsync or close; the failure stays in `statistics` until the inode is committed.
     Names that were removed after it come back after power loss until then.
@@ -261,6 +262,19 @@ class Commit:
         while inode.pending and inode.killed_by:
             await self._wait_done(self._last_entries[inode.ino])
             has_waited = True
+        return has_waited
+
+    async def wait_turn(self, inode: Inode, *, is_emptied: bool) -> bool:
+        """Return when somebody may begin to write to an inode, or to empty it.
+
+        Tells, as `wait_quarantined`, whether a killed writer had left anything. What of that could
+        not be kept is tried again, unless it is given up now; raises the OSError of that.
+        """
+        has_waited = await self.wait_quarantined(inode)
+        if inode.killed_by and not is_emptied:
+            await self.make_current(inode)
+            has_waited = True
+        await self.wait_drain_begun(inode)
         return has_waited
 
     async def wait_drain_begun(self, inode: Inode) -> None:

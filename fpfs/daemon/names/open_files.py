@@ -151,15 +151,17 @@ class Files:
         try:
             await self._inodes.load(inode)
             # What a killed writer left is not what one who comes after it is to see.
-            was_quarantined = await self._commit.wait_quarantined(inode)
+            if writable or flags & os.O_TRUNC:
+                # What was closed is a version: nothing of this writer may get into it.
+                was_quarantined = await self._commit.wait_turn(
+                    inode, is_emptied=bool(flags & os.O_TRUNC)
+                )
+            else:
+                was_quarantined = await self._commit.wait_quarantined(inode)
             if was_quarantined and flags & os.O_APPEND:
                 # The kernel appends at the end that it knows, and learns the size with the name.
                 raise StaleInode(f"inode {inode.ino} has another size than it had")
-            if writable or flags & os.O_TRUNC:
-                # What was closed is a version: nothing of this writer may get into it.
-                await self._commit.wait_drain_begun(inode)
-            if inode.stale:
-                raise StaleInode(f"inode {inode.ino} is not behind the name any more")
+            _refuse_stale(inode)
             self._engine.open(handle, inode.ino, flags=flags, request=request)
         except BaseException:
             self._inodes.release(inode)
@@ -219,10 +221,9 @@ class Files:
         try:
             await self._inodes.load(inode)
             if inode.writers == 0:
-                await self._commit.wait_quarantined(inode)
-                await self._commit.wait_drain_begun(inode)  # as who opens it to write
-            if inode.stale:
-                raise StaleInode(f"inode {inode.ino} is not behind the name any more")
+                await self._commit.wait_turn(
+                    inode, is_emptied=size == 0
+                )  # as who opens it to write
             await self._truncate_locked(inode, size)
             if inode.writers == 0:
                 self._commit.truncated(inode)
@@ -233,6 +234,8 @@ class Files:
         """Truncate between drains and not during one."""
         async with inode.lock:
             await self._engine.truncate(inode.ino, size)
+            if size == 0:
+                inode.killed_by = 0  # nothing is left of what a killed writer could not keep
             if inode.pages is Pages.CURRENT:
                 inode.pages = Pages.FORMER
         if size == 0 and await self._versions.gives_up_at_once(inode):
@@ -315,6 +318,12 @@ class Files:
         if opened is None:
             raise StaleHandle(f"handle {handle} is not open")
         return opened
+
+
+def _refuse_stale(inode: Inode) -> None:
+    """Raise `StaleInode` for one whose name is gone: the kernel looks the name up again."""
+    if inode.stale:
+        raise StaleInode(f"inode {inode.ino} is not behind the name any more")
 
 
 def _io_error(code: int | None) -> ContentError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -425,3 +426,64 @@ async def test_a_writer_whose_open_fails_is_not_counted(tmp_path: Path) -> None:
         files = mount.namespace.files
         assert (files.open_count, files.writers) == (0, 0)
         assert (inode.handles, inode.writers, inode.users) == (0, 0, users)
+
+
+async def leave_torn(mount: Rig) -> Inode:
+    """Let a writer be killed whose version no device takes; returns the inode."""
+    await mount.write_file("step.pt", b"whole" * LARGE)
+    await mount.commit.flush_all()
+    writer = await mount.open("step.pt", flags=os.O_WRONLY)
+    mount.engine.write(writer, 0, b"torn")
+    inode = await mount.resolve("step.pt")
+    mount.engine.fail_drains(inode.ino, errno.ENOSPC)
+    mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+    mount.namespace.catch_up()
+    await mount.commit.wait_queued()
+    assert len(mount.commit.statistics().failures) == 1
+    return inode
+
+
+async def quarantined(mount: Rig) -> set[str]:
+    """The names of what was quarantined."""
+    return await mount.names(".fpfs/partial") - {".", ".."}
+
+
+@trio.testing.trio_test
+async def test_a_save_over_what_a_killed_writer_could_not_keep_is_its_own(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        inode = await leave_torn(mount)
+        writer = await mount.open("step.pt", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.fail_drains(inode.ino, 0)
+        mount.engine.write(writer, 0, b"saved" * LARGE)
+        await mount.namespace.files.sync(writer)
+        mount.engine.kernel_releases(writer)
+        mount.namespace.catch_up()
+        await mount.commit.flush_all()
+        assert await mount.read_file("step.pt") == b"saved" * LARGE
+        assert await quarantined(mount) == set()
+
+
+@pytest.mark.parametrize("way", ["open", "truncate"])
+@trio.testing.trio_test
+async def test_what_a_killed_writer_could_not_keep_is_quarantined_before_others_write(
+    way: str, tmp_path: Path
+) -> None:
+    async with rig(tmp_path) as mount:
+        inode = await leave_torn(mount)
+        files = mount.namespace.files
+        with pytest.raises(OSError, match="No space left on device"):
+            await (mount.open("step.pt") if way == "open" else files.truncate(inode, LARGE))
+        assert (files.open_count, inode.users) == (0, 0)
+        mount.engine.fail_drains(inode.ino, 0)
+        if way == "open":
+            writer = await mount.open("step.pt")
+            mount.engine.write(writer, 0, b"saved")
+            await files.sync(writer)
+            files.release(writer)
+        else:
+            await files.truncate(inode, LARGE)
+        await mount.commit.flush_all()
+        after = b"saved" + b"whole" * (LARGE - 1) if way == "open" else (b"whole" * LARGE)[:LARGE]
+        assert await mount.read_file("step.pt") == after
+        (name,) = await quarantined(mount)
+        assert (await mount.read_file(f".fpfs/partial/{name}")).startswith(b"torn")
