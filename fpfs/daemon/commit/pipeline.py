@@ -270,12 +270,16 @@ class Commit:
         Tells, as `wait_quarantined`, whether a killed writer had left anything. What of that could
         not be kept is tried again, unless it is given up now; raises the OSError of that.
         """
-        has_waited = await self.wait_quarantined(inode)
-        if inode.killed_by and not is_emptied:
-            await self.make_current(inode)
-            has_waited = True
-        await self.wait_drain_begun(inode)
-        return has_waited
+        has_waited = False
+        while True:
+            has_waited |= await self.wait_quarantined(inode)
+            if inode.killed_by and not is_emptied:
+                await self.make_current(inode)
+                has_waited = True
+            await self.wait_drain_begun(inode)
+            # The writer before may have been killed meanwhile, and its version be quarantined yet.
+            if not inode.killed_by or (is_emptied and not inode.pending):
+                return has_waited
 
     async def wait_drain_begun(self, inode: Inode) -> None:
         """Return when the drains of all queued versions of an inode have begun.

@@ -63,16 +63,23 @@ class Quarantine:
             self._engine.invalidate(ino)
 
     async def finish(self, quarantined: Quarantined) -> None:
-        """Revert the origin to its committed content, and say in the log what happened."""
+        """Revert the origin to its committed content, and say in the log what happened.
+
+        Raises RuntimeError, which ends the server, when the engine does not do what the catalog has
+        done: another one begins with what the catalog says.
+        """
         origin, row = self._origin(quarantined), quarantined.reverted
-        self._engine.revert(
-            origin.ino,
-            size=row.size,
-            mtime_ns=row.mtime_ns,
-            ctime_ns=quarantined.now_ns,
-            inline=quarantined.content.inline,
-            segments=quarantined.content.segments,
-        )
+        try:
+            self._engine.revert(
+                origin.ino,
+                size=row.size,
+                mtime_ns=row.mtime_ns,
+                ctime_ns=quarantined.now_ns,
+                inline=quarantined.content.inline,
+                segments=quarantined.content.segments,
+            )
+        except OSError as error:
+            raise RuntimeError(f"inode {origin.ino} does not go back: {error}") from error
         self._inodes.reverted(origin, row)
         for ino in quarantined.replaced:
             self._inodes.drop_if_unused(await self._inodes.get(ino))

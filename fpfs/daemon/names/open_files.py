@@ -231,8 +231,9 @@ class Files:
             self._inodes.release(inode)
 
     async def _truncate_locked(self, inode: Inode, size: int) -> None:
-        """Truncate between drains and not during one."""
+        """Truncate between drains and not during one, which may have quarantined the content."""
         async with inode.lock:
+            _refuse_stale(inode)
             await self._engine.truncate(inode.ino, size)
             if size == 0:
                 inode.killed_by = 0  # nothing is left of what a killed writer could not keep

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import trio
 import trio.testing
 
 from fpfs.core.engine import ObjectId
-from fpfs.core.errors import CatalogError
+from fpfs.core.errors import CatalogError, StaleInode
 from fpfs.core.protocol.questions import PolicyChange
 from fpfs.daemon.catalog.rows.attributes import Changes
 from fpfs.daemon.catalog.rows.dirents import RenameMode
@@ -487,3 +488,107 @@ async def test_what_a_killed_writer_could_not_keep_is_quarantined_before_others_
         assert await mount.read_file("step.pt") == after
         (name,) = await quarantined(mount)
         assert (await mount.read_file(f".fpfs/partial/{name}")).startswith(b"torn")
+
+
+async def open_while_the_writer_is_killed(mount: Rig, writer: int, flags: int) -> None:
+    """Let a writer that opens wait for the drain of an fsync whose caller is killed meanwhile."""
+    inode = await mount.resolve("step.pt")
+
+    async def write() -> None:
+        handle = await mount.open("step.pt", flags=flags)
+        mount.engine.write(handle, 4, b"saved")
+        await mount.namespace.files.sync(handle)
+        mount.namespace.files.release(handle)
+
+    async with trio.open_nursery() as nursery:
+        await inode.lock.acquire()
+        nursery.start_soon(mount.namespace.files.sync, writer)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked()
+        mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+        mount.namespace.catch_up()
+        inode.lock.release()
+    await mount.commit.flush_all()
+
+
+@trio.testing.trio_test
+async def test_who_waits_to_write_when_the_writer_before_is_killed_writes_to_what_was_before(
+    tmp_path: Path,
+) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", b"whole" * LARGE)
+        await mount.commit.flush_all()
+        writer = await mount.open("step.pt", flags=os.O_WRONLY)
+        mount.engine.write(writer, 0, b"torn")
+        await open_while_the_writer_is_killed(mount, writer, os.O_WRONLY)
+        assert (await mount.read_file("step.pt"))[:14] == b"wholsavedewhol"
+        (name,) = await quarantined(mount)
+        assert (await mount.read_file(f".fpfs/partial/{name}"))[:10] == b"tornewhole"
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
+@trio.testing.trio_test
+async def test_who_waits_to_write_to_a_file_that_its_killed_writer_never_finished_is_told(
+    flags: int, tmp_path: Path
+) -> None:
+    """Its name is gone, and the kernel looks it up again. Before, the save had none."""
+    async with rig(tmp_path) as mount:
+        writer = await mount.create("step.pt", flags=os.O_WRONLY)
+        mount.engine.write(writer, 0, b"torn" * LARGE)
+        with pytest.RaisesGroup(StaleInode):
+            await open_while_the_writer_is_killed(mount, writer, flags)
+        assert mount.namespace.files.open_count == 0
+        await mount.commit.flush_all()
+        assert "step.pt" not in await mount.names(".")
+        assert len(await quarantined(mount)) == 1
+
+
+@trio.testing.trio_test
+async def test_a_truncation_that_waits_while_the_name_goes_is_told(tmp_path: Path) -> None:
+    """What the killed writer could not keep is tried again after the file was opened."""
+    async with rig(tmp_path) as mount:
+        writer = await mount.create("step.pt", flags=os.O_WRONLY)
+        mount.engine.write(writer, 0, b"torn" * LARGE)
+        inode = await mount.resolve("step.pt")
+        mount.engine.fail_drains(inode.ino, errno.ENOSPC)
+        mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+        mount.namespace.catch_up()
+        await mount.commit.wait_queued()
+        mount.engine.fail_drains(inode.ino, 0)
+        mount.engine.hold_drains()
+        with pytest.RaisesGroup(StaleInode):
+            async with trio.open_nursery() as nursery:
+
+                async def try_again(inode: Inode) -> None:
+                    nursery.start_soon(mount.commit.make_current, inode)
+                    await wait_drains(mount, 2)
+
+                mount.namespace.files.on_writer(try_again)
+                nursery.start_soon(partial(mount.open, "step.pt", flags=os.O_WRONLY | os.O_TRUNC))
+                await wait_until(lambda: inode.lock.statistics().tasks_waiting == 1)
+                mount.engine.let_drains_go()
+        assert mount.namespace.files.open_count == 0
+
+
+@trio.testing.trio_test
+async def test_an_engine_that_cannot_go_back_to_what_was_before_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog has: memory that says something else must not go on."""
+
+    def refuse_now(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(RuntimeError, match="go back"), flatten_subgroups=True
+    ):
+        async with rig(tmp_path) as mount:
+            await mount.write_file("step.pt", b"whole" * LARGE)
+            await mount.commit.flush_all()
+            monkeypatch.setattr(mount.engine, "revert", refuse_now)
+            writer = await mount.open("step.pt", flags=os.O_WRONLY)
+            mount.engine.write(writer, 0, b"torn")
+            mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+            mount.namespace.catch_up()
+            await mount.commit.wait_queued()
