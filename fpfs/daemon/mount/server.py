@@ -289,7 +289,7 @@ class Server:
         if not self._took_over:
             # First, since they may be names in what is taken away then.
             await self._commit.put_names_back()
-        if self._engine.left().changed:
+        if self._engine.left().changed and self._knows_all_objects:
             await orphan_objects.make_room(
                 needed_bytes=self._config.options.staging_bytes,
                 catalog=self._catalog,
@@ -306,7 +306,7 @@ class Server:
                 files_taken_over=taken.changed,
                 files_lost=len(taken.lost),
                 inodes_deleted=deleted,
-                objects_removed=0 if self._catalog.ended_cleanly else None,
+                objects_removed=None if self._has_orphans else 0,
             )
         )
         if self._inherited is not None or taken.changed:
@@ -317,6 +317,19 @@ class Server:
                 taken.closed,
             )
         return functools.partial(work.delete_forgotten, taken.kept)
+
+    @property
+    def _knows_all_objects(self) -> bool:
+        """Whether what the catalog does not name is of no version.
+
+        A copy of it that is missing with its device may be newer, and name more.
+        """
+        return not self._devices.missing_catalog_directories
+
+    @property
+    def _has_orphans(self) -> bool:
+        """Whether an earlier server may have left objects of no version, which can be told."""
+        return not self._catalog.ended_cleanly and self._knows_all_objects
 
     async def _collect_orphans(self) -> None:
         """Collect what an earlier server left; what fails now is the next mount's to collect."""
@@ -357,7 +370,7 @@ class Server:
             nursery.start_soon(self._changes.ensure_copies)
             nursery.start_soon(delete_forgotten)
             nursery.start_soon(self._relay_events, ending)
-            if not self._catalog.ended_cleanly:
+            if self._has_orphans:
                 nursery.start_soon(self._collect_orphans)
             await self._serve_names(ready, relay_fd)
             self._namespace.files.close()

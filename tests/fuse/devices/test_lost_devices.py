@@ -259,6 +259,37 @@ def test_each_device_changed_without_the_other_is_refused(tmp_path: Path) -> Non
         assert not (mount.root / "without0").exists()
 
 
+def test_a_copy_of_the_catalog_that_is_out_of_date_takes_no_contents_away(tmp_path: Path) -> None:
+    """It had gone out of service; without the other one nobody knows what it does not name."""
+    with mounted(devices=2, parent=tmp_path) as mount:
+        mount.allow_log(f"{CATALOG}|is missing")
+        mount.expect_log("were each changed without the other.*choose one state")
+        fill(mount)
+        leader, follower = mount.devices
+        out_of_date = shutil.copytree(
+            follower, tmp_path / "copy", ignore=shutil.ignore_patterns("objects")
+        )
+        write(mount.root / "new", NEW)
+        mount.unmount()
+        known = objects_on(follower)
+        for path in out_of_date.glob("catalog.*"):
+            shutil.copy(path, follower)
+        (leader / "catalog.alone").touch()
+        with taken_away(leader):
+            mount.mount("degraded")
+            wait_collected(mount)
+            assert not (mount.root / "new").exists()
+            mount.unmount()
+        assert known <= objects_on(follower)
+        with pytest.raises(CommandFailed, match="choose one state"):
+            mount.mount()
+        for name in ("catalog.db", "catalog.alone"):
+            (follower / name).unlink()
+        mount.mount()
+        assert_same((mount.root / "old").read_bytes(), OLD)
+        assert_same((mount.root / "new").read_bytes(), NEW)
+
+
 def remove(folder: Path) -> None:
     """Remove a directory from which a server removes files, too."""
 
