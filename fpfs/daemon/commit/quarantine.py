@@ -39,9 +39,14 @@ class Quarantine:
         if quarantined is None:
             return stored
         for parent, name in quarantined.lost:
-            self._inodes.directories.removed(parent, name)
-            self._engine.invalidate_name(parent, name)
+            self._name_removed(parent, name)
             self._directory_changed(parent, quarantined.now_ns)
+        for ino, names, nlink in quarantined.replaced:
+            for name in names:
+                self._name_removed(PARTIAL_INO, name)
+            replaced = self._inodes.cached(ino)
+            if replaced is not None:
+                replaced.nlink = nlink
         self._inodes.directories.added(PARTIAL_INO, quarantined.name)
         self._directory_changed(PARTIAL_INO, quarantined.now_ns)
         self._inodes.count += 1
@@ -49,11 +54,12 @@ class Quarantine:
             origin = self._origin(quarantined)
             origin.nlink = 0
             origin.stale = True
-        for ino in quarantined.replaced:
-            replaced = self._inodes.cached(ino)
-            if replaced is not None:
-                replaced.nlink = 0
         return stored
+
+    def _name_removed(self, parent: int, name: bytes) -> None:
+        """Let the kernel, which did not ask for it, forget the name: it holds the inode by it."""
+        self._inodes.directories.removed(parent, name)
+        self._engine.invalidate_name(parent, name)
 
     def _directory_changed(self, ino: int, now_ns: int) -> None:
         """Apply a change of names that the kernel did not ask for: it has to forget times."""
@@ -81,8 +87,12 @@ class Quarantine:
         except OSError as error:
             raise RuntimeError(f"inode {origin.ino} does not go back: {error}") from error
         self._inodes.reverted(origin, row)
-        for ino in quarantined.replaced:
-            self._inodes.drop_if_unused(await self._inodes.get(ino))
+        try:
+            for ino, _names, nlink in quarantined.replaced:
+                if nlink == 0:
+                    self._inodes.drop_if_unused(await self._inodes.get(ino))
+        except OSError as error:
+            log.error("an earlier content cannot be removed before the next mount: %s", error)
         log.warning(
             "the writer of %s was cut off by %s: what it wrote, %d bytes, is .fpfs/partial/%s; %s",
             show_name(quarantined.path),

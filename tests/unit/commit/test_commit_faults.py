@@ -19,7 +19,7 @@ from fpfs.core.errors import CatalogError, StaleInode
 from fpfs.core.protocol.questions import PolicyChange
 from fpfs.daemon.catalog.rows.attributes import Changes
 from fpfs.daemon.catalog.rows.dirents import RenameMode
-from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES
+from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES, PARTIAL_INO
 from fpfs.daemon.commit import space_gc
 from fpfs.daemon.inodes.table import Inode
 from fpfs.testing.memory_engine import MemoryDevices
@@ -592,3 +592,65 @@ async def test_an_engine_that_cannot_go_back_to_what_was_before_ends_the_server(
             mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
             mount.namespace.catch_up()
             await mount.commit.wait_queued()
+
+
+async def kill_save(mount: Rig, content: bytes) -> str:
+    """Let the writer of a whole new content be killed; returns the name of what it left."""
+    before = await quarantined(mount)
+    writer = await mount.open("step.pt", flags=os.O_WRONLY | os.O_TRUNC)
+    mount.engine.write(writer, 0, content)
+    mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+    mount.namespace.catch_up()
+    await mount.commit.flush_all()
+    (name,) = await quarantined(mount) - before
+    return name
+
+
+@trio.testing.trio_test
+async def test_the_kernel_forgets_what_another_quarantined_save_replaces(tmp_path: Path) -> None:
+    """Until then its space is not free."""
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", bytes(LARGE))
+        name = await kill_save(mount, b"1" * LARGE)
+        seen = await mount.resolve(f".fpfs/partial/{name}")
+        objects = set(mount.engine.devices.objects)
+        mount.engine.calls.clear()
+        await kill_save(mount, b"2" * LARGE)
+        assert ("invalidate_name", PARTIAL_INO, name.encode()) in mount.engine.calls
+        assert name not in await quarantined(mount)
+        mount.namespace.forget(seen.ino, seen.lookups)
+        await mount.commit.flush_all()
+        assert len(mount.engine.devices.objects) == len(objects)
+
+
+@trio.testing.trio_test
+async def test_a_replaced_quarantined_save_with_another_name_stays(tmp_path: Path) -> None:
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", bytes(LARGE))
+        seen = await mount.resolve(f".fpfs/partial/{await kill_save(mount, b'1' * LARGE)}")
+        await mount.namespace.entries.link(seen.ino, ROOT, b"mine")
+        await kill_save(mount, b"2" * LARGE)
+        assert seen.nlink == 1
+        assert await mount.read_file("mine") == b"1" * LARGE
+
+
+@trio.testing.trio_test
+async def test_a_replaced_quarantined_save_that_cannot_be_removed_is_no_failure_to_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_ino: int) -> Inode:
+        raise CatalogError("the device of the catalog fails")
+
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", bytes(LARGE))
+        await kill_save(mount, b"1" * LARGE)
+        writer = await mount.open("step.pt", flags=os.O_WRONLY | os.O_TRUNC)
+        mount.engine.write(writer, 0, b"2" * LARGE)
+        with monkeypatch.context() as failing:
+            failing.setattr(mount.inodes, "get", fail)
+            mount.engine.kernel_releases(writer, killed_by=signal.SIGKILL)
+            mount.namespace.catch_up()
+            await mount.commit.wait_queued()
+        assert mount.commit.statistics().failures == ()
+        assert await mount.read_file("step.pt") == bytes(LARGE)
+    assert "an earlier content cannot be removed before the next mount" in caplog.text

@@ -40,11 +40,19 @@ if TYPE_CHECKING:
     from fpfs.daemon.catalog.executor import Transaction
 
 
+class Replaced(NamedTuple):
+    """An earlier content of a path, which lost its `names` in `.fpfs/partial`; `nlink` are left."""
+
+    ino: int
+    names: Sequence[bytes]
+    nlink: int
+
+
 class Quarantined(NamedTuple):
     """What was quarantined, and what of it the tables in memory have to apply.
 
     `reverted` is the inode that was written to as it was committed, with its `content`, and `lost`
-    the names (directory, name) that were removed. `replaced` are inodes that lost their last name.
+    the names (directory, name) that were removed.
     """
 
     path: bytes
@@ -55,7 +63,7 @@ class Quarantined(NamedTuple):
     lost: Sequence[tuple[int, bytes]]
     reverted: InodeRow
     content: Content
-    replaced: Sequence[int]
+    replaced: Sequence[Replaced]
 
 
 class QuarantinedSave(NamedTuple):
@@ -170,21 +178,23 @@ def _unreferenced(transaction: Transaction, version: Version, ino: int) -> list[
     return gone
 
 
-def _drop_earlier(transaction: Transaction, path: bytes) -> list[int]:
-    """Take the name of what a path had quarantined before; returns the inodes without a name."""
-    rows = transaction.execute("SELECT ino FROM partials WHERE path = ?", (path,)).fetchall()
-    without_name = []
-    for (ino,) in rows:
+def _drop_earlier(transaction: Transaction, path: bytes) -> list[Replaced]:
+    """Take the names of what a path had quarantined before; returns what has lost them."""
+    replaced = []
+    for (ino,) in transaction.execute(
+        "SELECT ino FROM partials WHERE path = ?", (path,)
+    ).fetchall():
         transaction.execute("DELETE FROM partials WHERE ino = ?", (ino,))
         # One that has moved since, or got another name, is somebody's.
-        taken = transaction.execute(
-            "DELETE FROM names WHERE ino = ? AND parent = ?", (ino, PARTIAL_INO)
-        ).rowcount
-        transaction.execute("UPDATE inodes SET nlink = nlink - ? WHERE ino = ?", (taken, ino))
-        row = transaction.execute("SELECT nlink FROM inodes WHERE ino = ?", (ino,)).fetchone()
-        if row == (0,):
-            without_name.append(ino)
-    return without_name
+        names = transaction.execute(
+            "DELETE FROM names WHERE ino = ? AND parent = ? RETURNING name", (ino, PARTIAL_INO)
+        ).fetchall()
+        row = transaction.execute(
+            "UPDATE inodes SET nlink = nlink - ? WHERE ino = ? RETURNING nlink", (len(names), ino)
+        ).fetchone()
+        if row is not None:
+            replaced.append(Replaced(ino, [name for (name,) in names], *row))
+    return replaced
 
 
 def _path_of(transaction: Transaction, parent: int, name: bytes) -> bytes:
