@@ -373,7 +373,7 @@ class Server:
             if self._has_orphans:
                 nursery.start_soon(self._collect_orphans)
             await self._serve_names(ready, relay_fd)
-            self._namespace.files.close()
+            self._namespace.close()
             final = await self._controlled.flush_at_end()
             nursery.cancel_scope.cancel()
         return final

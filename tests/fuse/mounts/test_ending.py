@@ -21,6 +21,7 @@ from fpfs.daemon.devices.arena import arena_path
 from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
+from tests.support.failures.damage import unknown_objects
 from tests.support.processes import expect_line, python_child
 from tests.support.servers import stop
 from tests.support.waiting import wait_until
@@ -111,6 +112,19 @@ def test_open_files_do_not_keep_a_server_from_ending() -> None:
                 os.close(file_fd)
         mount.mount()
         assert (mount.root / "file").read_bytes() == b"acknowledged"
+
+
+def test_a_file_without_a_name_that_is_open_at_the_end_leaves_nothing_on_the_devices() -> None:
+    """No version of it was ever committed, and after a clean end nobody looks for its objects."""
+    with mounted() as mount:
+        mount.allow_log("files were open at the end")
+        with (mount.root / "gone").open("wb", buffering=0) as file:
+            (mount.root / "gone").unlink()
+            file.write(os.urandom(20_000_000))
+            end(mount, signal.SIGTERM)
+            with contextlib.suppress(OSError):  # it was written to a mount that is gone
+                file.close()
+        assert not unknown_objects(mount)
 
 
 def test_an_abort_is_not_logged_as_an_unmount() -> None:
