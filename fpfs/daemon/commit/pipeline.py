@@ -606,7 +606,6 @@ class Commit:
 
     async def _store(self, batch: list[Entry]) -> None:
         """Run the transaction of a batch and tell the engine."""
-        versions = [self._version(entry) for entry in batch]
         changed: list[Changed] = []
         final = self._final(batch[-1].number)
 
@@ -623,7 +622,9 @@ class Commit:
             return removal
 
         began_ns = time.monotonic_ns()
-        removal = await self._catalog.write_many(store, apply=stored)
+        with contextlib.ExitStack() as storing:
+            versions = [self._version(entry, storing) for entry in batch]
+            removal = await self._catalog.write_many(store, apply=stored)
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         for entry, version in zip(batch, versions, strict=True):
@@ -655,13 +656,9 @@ class Commit:
         inode = self._inodes.cached(version.ino)
         assert inode is not None, "an inode is in the table while a version of it is queued"
         inode.unfinished = False
-        if version.privileges_dropped:
-            inode.drop_privileges()
-            self._engine.privileges_restored(version.ino)
 
     async def _store_quarantined(self, entry: Entry) -> None:
         """Run the transaction of a version that a killed writer left."""
-        version = self._version(entry)
         changed: list[Changed] = []
 
         def store(transaction: Transaction) -> tuple[Quarantined | None, int]:
@@ -672,7 +669,11 @@ class Commit:
             return stored or (None, self._make_current(transaction, version, changed))
 
         began_ns = time.monotonic_ns()
-        quarantined, removal = await self._catalog.write_many(store, apply=self._quarantine.apply)
+        with contextlib.ExitStack() as storing:
+            version = self._version(entry, storing)
+            quarantined, removal = await self._catalog.write_many(
+                store, apply=self._quarantine.apply
+            )
         self._transactions += 1
         self._reclaim.removals_recorded(removal)
         if quarantined is None:
@@ -683,8 +684,8 @@ class Commit:
             self.steps.add(StepKind.QUARANTINED, entry.inode.ino, began_ns)
             await self._quarantine.finish(quarantined)
 
-    def _version(self, entry: Entry) -> Version:
-        """Return what the catalog stores of a drained entry.
+    def _version(self, entry: Entry, storing: contextlib.ExitStack) -> Version:
+        """Return what the catalog stores of a drained entry, with its privileges while `storing`.
 
         Times are those of this moment and not of the drain, so that a utimens() which the catalog
         has already is not undone.
@@ -697,7 +698,7 @@ class Commit:
             allocated_bytes=attributes.allocated_bytes,
             mtime_ns=attributes.mtime_ns,
             ctime_ns=attributes.ctime_ns,
-            privileges_dropped=attributes.privileges_dropped,
+            privileges_dropped=storing.enter_context(self._inodes.storing_privileges(entry.inode)),
             replaces_whole=not entry.inode.synced,
             killed_by=entry.killed_by,
         )

@@ -50,8 +50,9 @@ class Quarantine:
         self._inodes.directories.added(PARTIAL_INO, quarantined.name)
         self._directory_changed(PARTIAL_INO, quarantined.now_ns)
         self._inodes.count += 1
+        origin = self._origin(quarantined)
+        origin.mode = quarantined.reverted.mode
         if quarantined.lost:
-            origin = self._origin(quarantined)
             origin.nlink = 0
             origin.stale = True
         return stored
@@ -86,7 +87,7 @@ class Quarantine:
             )
         except OSError as error:
             raise RuntimeError(f"inode {origin.ino} does not go back: {error}") from error
-        self._inodes.reverted(origin, row)
+        self._inodes.reverted(origin)
         try:
             for ino, _names, nlink in quarantined.replaced:
                 if nlink == 0:

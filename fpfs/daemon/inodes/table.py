@@ -398,9 +398,8 @@ class InodeTable:
         if inode.lookups == 0 and inode.ino != ROOT_INO:
             self._drop(inode)
 
-    def reverted(self, inode: Inode, row: InodeRow) -> None:
-        """Follow an engine that went back to the committed content: the row is what it has."""
-        inode.mode = row.mode
+    def reverted(self, inode: Inode) -> None:
+        """Follow an engine that went back to the committed content."""
         # The kernel has been told, and may not have heard yet.
         inode.pages = Pages.FORMER
         self.refresh(inode)

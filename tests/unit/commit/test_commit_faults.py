@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -246,6 +247,36 @@ async def test_privileges_dropped_by_a_write_can_be_given_again(tmp_path: Path) 
             mount.engine.write_by_others(inode.ino)
             await mount.namespace.files.sync(handle)
             assert inode.mode & 0o7777 == 0o755
+
+
+@pytest.mark.parametrize("killed_by", [0, signal.SIGKILL])
+@trio.testing.trio_test
+async def test_privileges_that_are_given_while_a_version_drops_them_stay(
+    killed_by: int, tmp_path: Path
+) -> None:
+    """The catalog and memory have the changes in one order, also if they come at once."""
+    may_go_on = threading.Event()
+    async with rig(tmp_path) as mount:
+        await mount.write_file("step.pt", b"whole")
+        await mount.commit.wait_queued()
+        inode = await mount.resolve("step.pt")
+        change = partial(mount.namespace.set_attributes, size=None, caller=SUPERUSER)
+        await change(inode.ino, Changes(permissions=0o4755))
+        handle = await mount.open("step.pt", flags=os.O_WRONLY)
+        mount.engine.write(handle, 0, b"others")
+        mount.engine.write_by_others(inode.ino)
+        mount.engine.kernel_releases(handle, killed_by=killed_by)
+        mount.namespace.catch_up()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.catalog.read_many, lambda _transaction: may_go_on.wait())
+            await wait_drains(mount, 2)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(change, inode.ino, Changes(permissions=0o4711))
+            await trio.testing.wait_all_tasks_blocked()
+            may_go_on.set()
+        await mount.commit.wait_queued()
+        stored = await execute(mount, f"SELECT mode & 4095 FROM inodes WHERE ino = {inode.ino}")
+        assert (stored, inode.mode & 0o7777) == ([(0o4711,)], 0o4711)
 
 
 @trio.testing.trio_test
