@@ -738,16 +738,15 @@ class Commit:
         """
         while True:
             await trio.sleep(OPEN_COMMIT_S)
-            await self._enqueue_written(
-                [
-                    inode
-                    for inode in self._inodes
-                    if inode.writers
-                    and inode.nlink
-                    and not inode.pending
-                    and self._is_longer(inode)
-                ]
-            )
+            longer = [
+                inode
+                for inode in self._inodes
+                if inode.writers and inode.nlink and not inode.pending and self._is_longer(inode)
+            ]
+            try:
+                await self._enqueue_written(longer)
+            except OSError as error:
+                log.error("files that stay open are not committed this time: %s", error)
 
     async def _enqueue_written(self, inodes: Sequence[Inode]) -> None:
         """Queue what somebody is writing, but for all-or-nothing names."""

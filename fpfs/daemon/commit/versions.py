@@ -242,7 +242,11 @@ class Versions:
             ).fetchone()
             return path_of(transaction, ino), row[0] if row else 0
 
-        path, allocated_bytes = await self._catalog.read_many(look)
+        try:
+            path, allocated_bytes = await self._catalog.read_many(look)
+        except OSError as error:
+            log.error("no space for inode %d, of which the catalog tells nothing: %s", ino, error)
+            return
         name = show_name(path) or f"inode {ino}"
         if allocated_bytes:
             log.warning(

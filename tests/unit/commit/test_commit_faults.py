@@ -21,7 +21,7 @@ from fpfs.core.protocol.questions import PolicyChange
 from fpfs.daemon.catalog.rows.attributes import Changes
 from fpfs.daemon.catalog.rows.dirents import RenameMode
 from fpfs.daemon.catalog.schema import FIXED_DIRECTORIES, PARTIAL_INO
-from fpfs.daemon.commit import space_gc
+from fpfs.daemon.commit import pipeline, space_gc
 from fpfs.daemon.inodes.table import Inode
 from fpfs.testing.memory_engine import MemoryDevices
 from tests.support.catalog.rig import LARGE, ROOT, SUPERUSER, Rig, rig
@@ -685,3 +685,27 @@ async def test_a_replaced_quarantined_save_that_cannot_be_removed_is_no_failure_
         assert mount.commit.statistics().failures == ()
         assert await mount.read_file("step.pt") == bytes(LARGE)
     assert "an earlier content cannot be removed before the next mount" in caplog.text
+
+
+@trio.testing.trio_test
+async def test_a_catalog_that_cannot_be_read_ends_nothing_that_works_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logs are committed the next time, and a write that finds no space is told so all the same."""
+
+    async def fail(_operation: object) -> None:
+        raise CatalogError("the devices of the catalog fail")
+
+    monkeypatch.setattr(pipeline, "OPEN_COMMIT_S", 0.05)
+    async with rig(tmp_path) as mount:
+        handle = await mount.create("train.log")
+        inode = await mount.resolve("train.log")
+        with monkeypatch.context() as failing:
+            failing.setattr(mount.catalog, "read_many", fail)
+            mount.engine.write(handle, 0, b"step 1")
+            await wait_until(lambda: "are not committed this time" in caplog.text)
+            await mount.versions.say_refused(inode.ino)
+        assert f"no space for inode {inode.ino}, of which the catalog tells nothing" in caplog.text
+        await wait_drains(mount)
+        await mount.commit.wait_queued()
+        assert await committed_size(mount, "train.log") == 6
