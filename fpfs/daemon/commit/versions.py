@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from fpfs.core.errors import BusyFile
+from fpfs.core.errors import BusyFile, NoSuchEntry
 from fpfs.core.paths import show_name
 from fpfs.core.policy import Replace
 from fpfs.core.protocol.reports import FormerVersion, VersionsShown
@@ -157,7 +157,9 @@ class Versions:
         def find(transaction: Transaction) -> int:
             versions.find(transaction, directory, name, number)
             row = dirents.look_up(transaction, directory, name)
-            return 0 if row is None else row.ino
+            if row is None:
+                raise NoSuchEntry(f"{show_name(name)} was removed: make it anew to restore it")
+            return row.ino
 
         return await self._catalog.read(find)
 
@@ -170,33 +172,22 @@ class Versions:
         `NoSpace`.
         """
         parent = await self._inodes.get(directory)
-        present = self._inodes.cached(await self.find_present(directory, name, number))
-        if present is not None and (present.writers or present.pending):
+        present = await self._inodes.get(await self.find_present(directory, name, number))
+        if present.writers or present.pending:
             raise BusyFile("somebody is writing to it: wait until it is closed")
-        now_ns = time.time_ns()
-
-        def replace(transaction: Transaction) -> Restored:
-            count = max(self._policies.effective(transaction, directory).versions, 1)
-            return versions.restore(
-                transaction, directory, name, number, count=count, now_ns=now_ns
-            )
-
-        def replaced(done: Restored) -> Restored:
-            self._inodes.count += 1
-            self._inodes.names_changed(parent, now_ns)
-            inode = self._inodes.cached(done.replaced)
-            if inode is not None:
-                inode.nlink = done.nlink
-                self._inodes.changed(inode, ctime_ns=now_ns)
-            return done
-
-        noting = groups.making(directory, name, replace)
-        done = await self._catalog.write(noting, apply=replaced)
+        present.users += 1
+        # Who opens it from now on looks its name up again, which comes behind the transaction.
+        present.stale = True
+        try:
+            done = await self._replace(parent, name, number, present, groups)
+        except BaseException:
+            present.stale = False
+            raise
+        finally:
+            self._inodes.release(present)
         self._engine.invalidate_name(directory, name)
         self._engine.invalidate(directory)
         await self.apply([done.changed])
-        if not done.nlink:
-            self._inodes.drop_if_unused(await self._inodes.get(done.replaced))
         # Who asked reads the name next.
         with trio.move_on_after(NAMES_INVALIDATED_S) as waiting:
             await self._engine.names_invalidated()
@@ -206,6 +197,32 @@ class Versions:
                 show_name(name),
             )
         return await self.show(directory, name)
+
+    async def _replace(
+        self, parent: Inode, name: bytes, number: int, present: Inode, groups: Groups
+    ) -> Restored:
+        """Let a copy of a former version take the place of what a name has at `present`."""
+        now_ns = time.time_ns()
+        directory = parent.ino
+
+        def replace(transaction: Transaction) -> Restored:
+            count = max(self._policies.effective(transaction, directory).versions, 1)
+            done = versions.restore(
+                transaction, directory, name, number, count=count, now_ns=now_ns
+            )
+            if done.replaced != present.ino:
+                raise BusyFile("somebody has just replaced it: see what it is now")
+            return done
+
+        def replaced(done: Restored) -> Restored:
+            self._inodes.count += 1
+            self._inodes.names_changed(parent, now_ns)
+            present.nlink = done.nlink
+            present.stale = done.nlink == 0
+            self._inodes.changed(present, ctime_ns=now_ns)
+            return done
+
+        return await self._catalog.write(groups.making(directory, name, replace), apply=replaced)
 
     async def give_up_oldest(self) -> list[Inode]:
         """Give up some former versions, the oldest first; returns their inodes."""

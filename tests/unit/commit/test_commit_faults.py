@@ -709,3 +709,50 @@ async def test_a_catalog_that_cannot_be_read_ends_nothing_that_works_beside(
         await wait_drains(mount)
         await mount.commit.wait_queued()
         assert await committed_size(mount, "train.log") == 6
+
+
+@pytest.mark.parametrize("other_name", [False, True])
+@trio.testing.trio_test
+async def test_who_opens_a_file_while_a_former_version_is_restored_looks_it_up_again(
+    other_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a save was under no name then, although its fsync had succeeded."""
+    is_held, may_go_on = trio.Event(), threading.Event()
+    async with rig(tmp_path) as mount:
+        await mount.policies.change(ROOT, PolicyChange(values={"versions": "2"}))
+        for content in (b"first", b"second"):
+            await mount.write_file("step.pt", content)
+            await mount.commit.flush_all()
+        inode = await mount.resolve("step.pt")
+        await mount.open("step.pt", flags=os.O_RDONLY)  # so that nobody has to load it
+        if other_name:
+            await mount.namespace.entries.link(inode.ino, ROOT, b"other.pt")
+        async with trio.open_nursery() as nursery:
+            find = mount.versions.find_present
+
+            async def find_and_hold_the_catalog(directory: int, name: bytes, number: int) -> int:
+                found = await find(directory, name, number)
+                nursery.start_soon(mount.catalog.read_many, lambda _transaction: may_go_on.wait())
+                await trio.testing.wait_all_tasks_blocked()
+                is_held.set()
+                return found
+
+            async def open_to_write() -> None:
+                with pytest.raises(StaleInode):
+                    await mount.namespace.files.open(inode, flags=os.O_WRONLY | os.O_TRUNC)
+
+            monkeypatch.setattr(mount.versions, "find_present", find_and_hold_the_catalog)
+            restore = partial(mount.versions.restore, ROOT, b"step.pt", 1, groups=mount.groups)
+            nursery.start_soon(restore)
+            await is_held.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(open_to_write)
+            await trio.testing.wait_all_tasks_blocked()
+            may_go_on.set()
+        assert inode.stale is not other_name
+        await mount.write_file("step.pt", b"third")
+        await mount.commit.flush_all()
+        assert await mount.read_file("step.pt") == b"third"
+        if other_name:
+            await mount.write_file("other.pt", b"fourth")
+            assert await mount.read_file("other.pt") == b"fourth"
