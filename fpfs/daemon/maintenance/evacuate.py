@@ -185,6 +185,11 @@ class Draining:
             except DamagedData as error:
                 work.damage.append(DamagedContent(ino=ino, error=error.strerror or str(error)))
                 planned = []
+            except BaseException:
+                # Whether a catalog that fails has stored the moves is not known: what was copied
+                # stays, and the next mount looks whether it is of a version.
+                self._catalog.ended_cleanly = False
+                raise
         if moved is None or not moved.inos:
             await self._give_up(target)
         if planned and moved is None:
