@@ -20,13 +20,13 @@ import msgspec
 
 from fpfs.core.device_names import TagChange, describe_devices, devices_named, is_number
 from fpfs.core.errors import BusyFile, NoSuchEntry
-from fpfs.daemon.catalog.rows.devices import add_device, change_tags, fetch_devices, set_use
+from fpfs.daemon.catalog.rows.devices import add_device, change_tags, set_use
 from fpfs.daemon.catalog.rows.relocation import forget_removals_on, usage_of
 from fpfs.daemon.catalog.schema import DeviceUse
 from fpfs.daemon.devices.opened_set import DeviceDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from fpfs.daemon.catalog.database import Catalog, DeviceRecord
     from fpfs.daemon.catalog.executor import Transaction
@@ -133,10 +133,6 @@ class DeviceRegistry:
             raise NoSuchEntry(f"{name!r} names devices {numbers}", remedy="name one by its number")
         return self.member(found[0])
 
-    def named_by_any(self, names: Iterable[str]) -> tuple[int, ...]:
-        """Return the numbers that any of the names stands for, each once, in order."""
-        return tuple(sorted({number for name in names for number in self.named(name)}))
-
     async def tag(self, number: int, change: TagChange) -> Member:
         """Give tags to a device and take others away, durably; returns it as it is then.
 
@@ -173,10 +169,6 @@ class DeviceRegistry:
     def member(self, number: int) -> Member:
         """Return the device with a number."""
         return next(member for member in self.members if member.number == number)
-
-    async def reload(self) -> None:
-        """Read again what the catalog has."""
-        await self._catalog.read(fetch_devices, apply=self._apply)
 
 
 def still_used(usage: DeviceUsage, member: Member) -> BusyFile:

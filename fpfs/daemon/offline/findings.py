@@ -32,11 +32,6 @@ class Found(NamedTuple):
     removals: tuple[ObjectId, ...] = ()
     comes_of_repair: bool = False
 
-    @property
-    def can_be_corrected(self) -> bool:
-        """Whether a repair does something about it."""
-        return bool(self.statements or self.removals)
-
 
 PATH_PARTS_MAX = 2_000
 

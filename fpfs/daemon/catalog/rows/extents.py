@@ -91,14 +91,6 @@ def fetch_content(transaction: Transaction, ino: int) -> Content:
     return Content(None, segments)
 
 
-def make_current(transaction: Transaction, versions: Sequence[Version]) -> int:
-    """Make versions current, in their order; returns the largest removal made, or 0."""
-    removal = 0
-    for version in versions:
-        removal = max(removal, make_one_current(transaction, version))
-    return removal
-
-
 def make_one_current(transaction: Transaction, version: Version) -> int:
     """Make one version current; returns the largest removal made, or 0."""
     ino, snapshot = version.ino, version.snapshot

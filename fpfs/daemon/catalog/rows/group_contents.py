@@ -20,8 +20,6 @@ from fpfs.daemon.catalog.rows.clone import split_off
 from fpfs.daemon.catalog.rows.group_pins import are_there
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fpfs.daemon.catalog.executor import Transaction
     from fpfs.daemon.catalog.rows.extents import Version
 
@@ -34,17 +32,11 @@ CHANGED = 3
 """The state of a group that was committed, and has changed since."""
 
 
-def make_current(transaction: Transaction, versions: Sequence[Version]) -> int:
-    """Make versions current as `rows.extents.make_current`, and keep what groups need."""
-    if are_there(transaction):
-        for version in versions:
-            keep_former(transaction, version.ino)
-    return extents.make_current(transaction, versions)
-
-
 def make_one_current(transaction: Transaction, version: Version) -> int:
-    """Make one version current; returns the largest removal made, or 0."""
-    return make_current(transaction, [version])
+    """Make a version current as `rows.extents.make_one_current`, and keep what groups need."""
+    if are_there(transaction):
+        keep_former(transaction, version.ino)
+    return extents.make_one_current(transaction, version)
 
 
 def keep_former(transaction: Transaction, ino: int) -> None:
