@@ -109,8 +109,9 @@ def test_others_do_not_notice_that_servers_die_of_two_requests(
         assert all(worker.result(TIMEOUT_S) > 0 for worker in workers)
     mount.note_processes()
     assert mount.log_text().count("is answered with EIO") == 2
-    # Both may have been under way at the first death, before which nobody was suspected.
-    assert mount.status().restarts in (2 * DEATHS - 1, 2 * DEATHS)
+    # Both may have been under way at a death: at the first, before which nobody was suspected, and
+    # where a server takes so long to die of one that it goes on to the other (kAnswerWait).
+    assert DEATHS <= mount.status().restarts <= 2 * DEATHS
 
 
 def test_a_request_that_waits_while_servers_are_killed_is_not_blamed(
