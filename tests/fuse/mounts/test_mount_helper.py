@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY
 from tests.support.system import errno_of
+from tests.support.waiting import one_at_a_time
 
 HELPER = Path("/sbin/mount.fuse.fpfs")
 INSTALL = REPOSITORY / "mount_scripts" / "install_mount_helper"
@@ -39,8 +38,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def helper() -> Iterator[None]:
     """The helper in /sbin, for one test at a time; one that was there before comes back."""
-    with open(f"{tempfile.gettempdir()}/fpfs-tests-helper.lock", "wb") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    with one_at_a_time("helper"):
         before = HELPER.read_bytes() if HELPER.exists() else None
         done = run(INSTALL, VENV)
         assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from fpfs import _native
 from fpfs.core.mounts import mount_at
 from fpfs.testing.mounted import REPOSITORY, mounted, run_fpfs
 from tests.support.refusals import with_mounts
+from tests.support.waiting import one_at_a_time
 
 USER = "nobody"
 GROUP = "games"
@@ -155,13 +156,14 @@ class Account:
         return self.home / "log"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def fuse_for_everybody() -> Iterator[None]:
     """Give /dev/fuse the mode that udev gives it; a machine without udev may keep it root's."""
-    before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
-    os.chmod("/dev/fuse", 0o666)
-    yield
-    os.chmod("/dev/fuse", before)
+    with one_at_a_time("fuse-mode"):
+        before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+        os.chmod("/dev/fuse", 0o666)
+        yield
+        os.chmod("/dev/fuse", before)
 
 
 def test_a_fuse_device_that_cannot_be_opened(account: Account) -> None:
