@@ -20,7 +20,7 @@ from fpfs.client.replacement import Replacement
 from fpfs.core import transfers
 from tests.support.failures.calls import die
 from tests.support.ranks import Worlds
-from tests.support.states import directories, numbered, own_directory, same
+from tests.support.states import answer_patiently, directories, numbered, own_directory, same
 
 SAVES = 4
 
@@ -201,6 +201,7 @@ def learn_different_things(path: str, given_up: bool) -> list[Any]:
 
     Returns of each step whether it failed, and as rank 0 which values the file has.
     """
+    answer_patiently()
     flush, flushes = Replacement.flush, 0
 
     def flush_at_last(self: Replacement) -> None:
@@ -229,8 +230,9 @@ def learn_different_things(path: str, given_up: bool) -> list[Any]:
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_ranks_that_learn_different_things_stay_at_the_same_call(
-    forks: Worlds, path: Path, given_up: bool
+    forks: Worlds, in_memory: Path, given_up: bool
 ) -> None:
+    path = in_memory / "state.pt"
     first, other = forks.start(2, learn_different_things, str(path), given_up).values()
     assert other == [[True, []]] * 2 + [[False, []]] * 3
     assert first[0] == ([False, [0]] if given_up else [True, []])
