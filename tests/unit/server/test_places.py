@@ -89,7 +89,7 @@ def test_a_user_without_a_runtime_folder_names_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file has the name in the user's folder; those that others could make are not taken."""
-    user = 2**31 - 7
+    user = 2**31 + os.getpid()  # nobody's, and no other test's folder is called after it
     (tmp_path / "fpfs").touch()
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getuid", lambda: user)
