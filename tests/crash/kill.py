@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fpfs.daemon.mount.live_upgrade import CHECK_S
 from fpfs.testing.mounted import REPOSITORY, Mount, mounted
 from tests.crash.gone import EXIT_GONE
 
@@ -40,7 +41,8 @@ TAKE_OVER_S = 0.2
 """Longest time until the next server is killed, too: about what it needs to take over."""
 
 STOPPED_S_MAX = 3.0
-RESTART_S = 30.0
+RESTART_S = 2.0 * CHECK_S
+"""The program that is installed is asked what it is first, which may take so long by itself."""
 END_S = 300.0
 ROUND_KILLS = 50
 """Kills of servers until the keeper is killed with one."""
