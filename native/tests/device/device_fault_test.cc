@@ -93,6 +93,7 @@ TEST_CASE_TEMPLATE("device fault: full, and usable again after a removal", T, AL
   // the filesystem has worked off the removal.
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   do {
+    fixture.mount.sync();
     result = run(*device, IoOp::Allocate, filler.object, filled, piece);
   } while (result == -ENOSPC && std::chrono::steady_clock::now() < deadline);
   CHECK(result == 0);

@@ -54,6 +54,11 @@ class LoopMount {
   bool remount_read_only() {
     return ::mount(nullptr, path().c_str(), nullptr, MS_REMOUNT | MS_RDONLY, nullptr) == 0;
   }
+  // Has it work off what it does beside its callers, as giving back what was removed.
+  void sync() const {
+    const FileDescriptor root(::open(path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    CHECK(::syncfs(root.get()) == 0);
+  }
   // What a lost device looks like: every access fails with EIO from now on. XFS and ext4 share it.
   bool shut_down() {
     const FileDescriptor root(::open(path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
