@@ -24,7 +24,8 @@ from tests.support.failures.frozen import (
     Freezer,
     devices_to_freeze,
     needs_lab,
-    wait_until_waiting,
+    wait_until_full,
+    wait_until_writes_wait,
 )
 from tests.support.processes import expect_line, python_child, tell
 
@@ -139,7 +140,7 @@ def test_a_handled_signal_does_not_end_a_write_that_waits(confined: Confined, wh
         confined.freezer.freeze()
         try:
             tell(filler)
-            wait_until_waiting(filler)
+            wait_until_full(confined.root)
             tell(writer)
             confined.wait_looked(writer)
         finally:
@@ -161,9 +162,9 @@ def test_a_writer_that_cannot_be_seen_dies_when_its_write_is_done(confined: Conf
         confined.freezer.freeze()
         try:
             tell(filler)
-            wait_until_waiting(filler)
+            wait_until_full(confined.root)
             tell(writer)
-            wait_until_waiting(writer)
+            wait_until_writes_wait(confined.root, 2)
             writer.kill()
             confined.wait_looked(writer)
         finally:

@@ -24,7 +24,8 @@ from tests.support.failures.frozen import (
     Freezer,
     devices_to_freeze,
     needs_lab,
-    wait_until_waiting,
+    wait_until_full,
+    wait_until_writes_wait,
 )
 from tests.support.processes import KILLED, expect_line, python_child, tell
 from tests.support.seeds import IS_LONG
@@ -146,7 +147,7 @@ def test_a_writer_killed_while_it_waits_for_staging_dies(
         expect_line(child, "open")
         freezer.freeze()
         tell(child)
-        wait_until_waiting(child)
+        wait_until_full(mount.root)
         assert mount.status().staging.bytes_used > STAGING_BYTES // 2
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait(timeout=60) == -signal.SIGKILL  # the device is still frozen
@@ -195,7 +196,8 @@ for wave in range(waves):
         os.kill(pid, signal.SIGKILL)
     if all_wait:
         while not all(waits(pid) for pid, _, _ in children):
-            pass
+            ended = select.select([process_fd for _, process_fd, _ in children], [], [], 0)[0]
+            assert not ended, f"some of wave {wave} did not wait"
         for pid, _, _ in children:
             os.kill(pid, signal.SIGKILL)
     for pid, process_fd, go_fd in children:
@@ -228,7 +230,7 @@ def test_many_writers_killed_while_they_wait_for_staging_die(
         freezer.freeze()
         try:
             tell(filler)
-            wait_until_waiting(filler)
+            wait_until_full(mount.root)
             tell(killer)
             expect_line(killer, "all died")
             filler.kill()
@@ -252,7 +254,7 @@ def test_a_waiting_writer_goes_on_when_the_devices_do(
     freezer.freeze()
     path = mount.root / "file"
     with python_child(PARALLEL_WRITER, path, tmp_path / "piece") as child:
-        wait_until_waiting(child)
+        wait_until_writes_wait(mount.root, 1)
         assert mount.status().staging.bytes_used <= STAGING_BYTES
         freezer.thaw()
         expect_line(child, "done")
@@ -298,9 +300,9 @@ def test_a_write_that_waits_is_not_lost_beside_a_map(frozen_lab: tuple[Mount, Fr
         expect_line(storer, "mapped")
         freezer.freeze()
         tell(filler)
-        wait_until_waiting(filler)
+        wait_until_full(mount.root)
         tell(writer)
-        wait_until_waiting(writer)
+        wait_until_writes_wait(mount.root, 2)
         tell(storer)
         expect_line(storer, "stored")
         filler.kill()
@@ -325,7 +327,7 @@ def test_names_are_served_while_staging_is_full(frozen_lab: tuple[Mount, Freezer
         expect_line(child, "open")
         freezer.freeze()
         tell(child)
-        wait_until_waiting(child)
+        wait_until_full(mount.root)
         assert mount.status().staging.bytes_used > STAGING_BYTES // 2
         assert os.listdir(mount.root / "folder") == ["small"]
         assert (mount.root / "folder" / "small").stat().st_size == 5

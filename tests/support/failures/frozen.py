@@ -7,16 +7,18 @@ and stays as it is.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fpfs.core.mounts import mount_at
+from fpfs.core.protocol.control import ControlClient
+from fpfs.core.protocol.questions import AskStatus
+from fpfs.core.protocol.reports import Status
 from fpfs.testing.lab import lab, unavailable_reason
 from tests.support.processes import run
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 STAGING = "16M"
 STAGING_BYTES = 16 * 2**20
@@ -74,21 +76,30 @@ while written < 512 * 2**20:
 """Makes staging full, when it is told to, and waits then."""
 
 
-def waits_in_a_request(pid: int) -> bool:
-    """Whether a process waits for the answer of a FUSE server."""
-    return "request_wait_answer" in Path(f"/proc/{pid}/stack").read_text()
+def wait_until_full(root: Path) -> None:
+    """Return when all of staging is on its way to the frozen device of a mount, and a write waits.
+
+    It waits until that is thawed: nothing is on its way to the other one, and so comes back.
+    """
+
+    def is_full() -> bool:
+        status = _status(root)
+        staging = status.staging
+        staying_bytes = status.devices[1].requests_in_flight * staging.buffer_bytes
+        return staying_bytes == staging.bytes_total and status.channel["writes_waiting"] > 0
+
+    wait_until(is_full, "staging never was full")
 
 
-def wait_until_waiting(child: subprocess.Popen[str]) -> None:
-    """Return when a process has been in one FUSE request for a second: staging is full."""
-    deadline_s = time.monotonic() + 60
-    before, since_s = b"", time.monotonic()
-    while time.monotonic() < deadline_s:
-        assert child.poll() is None
-        switches = Path(f"/proc/{child.pid}/status").read_bytes().rsplit(b"voluntary", 2)[1]
-        if switches != before or not waits_in_a_request(child.pid):
-            before, since_s = switches, time.monotonic()
-        elif time.monotonic() - since_s > 1:
-            return
-        os.sched_yield()
-    raise AssertionError("the writer never waited for staging")
+def wait_until_writes_wait(root: Path, count: int) -> None:
+    """Return when so many writes to a mount wait for staging, or for space on a device."""
+    wait_until(
+        lambda: _status(root).channel["writes_waiting"] >= count, f"never did {count} writes wait"
+    )
+
+
+def _status(root: Path) -> Status:
+    entry = mount_at(str(root))
+    assert entry is not None
+    with ControlClient(entry, asked="test") as client:
+        return client.ask(AskStatus(), timeout_s=TIMEOUT_S)
