@@ -39,6 +39,7 @@ from fpfs.testing.warm import WarmCommands
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
 KILL_TIMEOUT_S = 60
+DUMP_TIMEOUT_S = 10
 STAGING_DEFAULT = "64M"
 
 _PROBLEM = re.compile(r"^\S+Z (WARNING|ERROR|CRITICAL) ", re.MULTILINE)
@@ -226,10 +227,24 @@ class Mount:
     def stacks(self) -> str:
         """Python and kernel stacks of the server, for a report of a hang."""
         if self.server_pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.server_pid, signal.SIGUSR1)
-                time.sleep(0.5)  # the dump is written by a signal handler: nothing tells its end
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                self._dump_stacks()
         return f"{self.log_text()[-20_000:]}\n{kernel_stacks(self.server_pid)}"
+
+    def _dump_stacks(self) -> None:
+        """Let the server write its Python stacks to its log; a process that is stopped does not."""
+        begun = "most recent call first"
+        before = self.log_text().count(begun)
+        handling = _handling(self.server_pid, signal.SIGUSR1)
+        os.kill(self.server_pid, signal.SIGUSR1)
+        deadline_s = time.monotonic() + DUMP_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            # The signal is blocked in the thread that handles it, until all is written.
+            if self.log_text().count(begun) > before and (
+                _handling(self.server_pid, signal.SIGUSR1) <= handling
+            ):
+                return
+            time.sleep(0.001)
 
     def tear_down(self) -> None:
         """Take the mount away by force; what hung on it gets errors."""
@@ -269,6 +284,17 @@ class Mount:
             stamp = read_stamp(str(device), asked="tear down") if device.exists() else None
             if stamp is not None:
                 Path(arena_path(stamp.filesystem_id)).unlink(missing_ok=True)
+
+
+def _handling(pid: int, number: signal.Signals) -> set[str]:
+    """Threads of a process in which a signal is blocked, as it is in one that handles it."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            blocked = (task / "status").read_text().partition("\nSigBlk:\t")[2].split("\n")[0]
+            if int(blocked, 16) >> (number - 1) & 1:
+                found.add(task.name)
+    return found
 
 
 def stored_bytes(device: Path) -> int:

@@ -22,6 +22,7 @@ from fpfs.daemon.mount.fusermount import abort_connection
 from fpfs.testing import lab
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.failures.damage import unknown_objects
+from tests.support.failures.hostile import wait_in
 from tests.support.processes import expect_line, python_child
 from tests.support.servers import stop
 from tests.support.waiting import wait_until
@@ -242,8 +243,8 @@ def test_umount_waits_for_the_keeper_which_holds_files_on_the_devices() -> None:
         try:
             command = subprocess.Popen([*FPFS, "umount", str(mount.root)])
             wait_for_exit(server_fd)
-            with pytest.raises(subprocess.TimeoutExpired):
-                command.wait(timeout=1)
+            wait_in(command.pid, "poll")
+            assert command.poll() is None
         finally:
             signal.pidfd_send_signal(keeper_fd, signal.SIGCONT)
         assert command.wait() == 0
