@@ -158,7 +158,8 @@ def test_attributes_tell_the_same_and_are_not_listed(directory: Path) -> None:
     for name in ("version", "width", "chunk_bytes", "size_committed", "former_versions"):
         assert found[name] == str(status[name])
     assert os.listxattr(path) == ["user.mine"]
-    assert attribute(directory, "durable") in ("0", "1")
+    fpfs.wait_durable(directory)
+    assert attribute(directory, "durable") == "1"
     for place, name in ((path, "nothing"), (directory, "width")):
         with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
             attribute(place, name)
