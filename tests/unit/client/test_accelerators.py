@@ -490,7 +490,7 @@ def load_badly(path: str) -> list[Any]:
     filling.BUFFER_BYTES = MIB
     state = [torch.zeros(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
     twos = torch.full_like(state[0], 2)
-    copies, found = copy_stream(device), list[str]()
+    copies, found, failed = copy_stream(device), list[str](), threading.Event()
     torch.accelerator.synchronize(device)
 
     def load() -> None:
@@ -503,6 +503,7 @@ def load_badly(path: str) -> list[Any]:
 
     def read_pieces(self: Any, pieces: list[Any], owners: object) -> None:
         if used.copies > begun:
+            failed.set()
             unreadable()
         sound(self, pieces, owners)
 
@@ -510,6 +511,7 @@ def load_badly(path: str) -> list[Any]:
     used.hold(copies)
     loading = threading.Thread(target=load)
     loading.start()
+    assert failed.wait(60)
     loading.join(LATE_S)
     assert loading.is_alive()
     used.release(copies)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fpfs import client
-from fpfs.client import AsyncSaver, agreement, async_saving, planning, writing
+from fpfs.client import AsyncSaver, agreement, async_saving, planning, updates, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
@@ -52,6 +52,8 @@ pytestmark = [
 ]
 
 MIB = 2**20
+LATE_S = 0.2
+"""Who does not go on waiting would have ended."""
 
 
 class Writers:
@@ -70,6 +72,19 @@ def writers(monkeypatch: pytest.MonkeyPatch, path: Path) -> Writers:
     client.save(FORMER, path)
     found = Writers()
     monkeypatch.setattr(writing, "write_pieces", found.write)
+    return found
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when whoever changes parameters begins to wait for a save."""
+    found, ends = threading.Event(), updates.ends
+
+    def begin(future: Future[Any], **options: Any) -> bool:
+        found.set()
+        return ends(future, **options)
+
+    monkeypatch.setattr(updates, "ends", begin)
     return found
 
 
@@ -198,7 +213,9 @@ class Training:
         return {"parameters": self.parameters, "other": self.other}
 
 
-def test_a_step_waits_until_all_is_written(path: Path, writers: Writers) -> None:
+def test_a_step_waits_until_all_is_written(
+    path: Path, writers: Writers, waits: threading.Event
+) -> None:
     """What only a step changes stays in place first; what else there is has a copy."""
     training = Training()
     with AsyncSaver(optimizers=training.optimizer, staging_bytes=2 * MIB) as saver:
@@ -208,7 +225,8 @@ def test_a_step_waits_until_all_is_written(path: Path, writers: Writers) -> None
         assert not began.staged.done()
         stepped = threading.Thread(target=training.step)
         stepped.start()
-        stepped.join(0.2)
+        assert waits.wait(60)
+        stepped.join(LATE_S)
         assert stepped.is_alive()
         writers.go.set()
         stepped.join(60)
@@ -235,8 +253,10 @@ def test_the_call_waits_for_what_nobody_holds(path: Path, writers: Writers) -> N
     assert torch.load(path)["other"].unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_step_waits_for_all_saves(path: Path, writers: Writers, waits: bool) -> None:
+@pytest.mark.parametrize("how", ["by a step", "by a call"])
+def test_a_step_waits_for_all_saves(
+    path: Path, writers: Writers, waits: threading.Event, how: str
+) -> None:
     """Also where the last one has a copy of all that it writes."""
     training = Training()
     options: dict[str, Any] = {"optimizers": training.optimizer, "staging_bytes": 0}
@@ -244,10 +264,11 @@ def test_a_step_waits_for_all_saves(path: Path, writers: Writers, waits: bool) -
         began = saver.save({"parameters": training.parameters}, path)
         small = saver.save({}, f"{path}.small")
         small.staged.result(60)
-        act = saver.wait_before_update if waits else training.step
+        act = saver.wait_before_update if how == "by a call" else training.step
         acted = threading.Thread(target=act)
         acted.start()
-        acted.join(0.2)
+        assert waits.wait(60)
+        acted.join(LATE_S)
         assert acted.is_alive()
         writers.go.set()
         acted.join(60)
