@@ -125,8 +125,12 @@ def _lab(bench: Bench) -> Iterator[Sequence[Entry]]:
                 play=lambda: fio.write_gb_per_s(disks[0], total_bytes=total_bytes),
             )
         ]
+        # Fresh blocks, as fio's are.
         mounts = {
-            width: stack.enter_context(bench.fpfs(filesystems=disks[:width])) for width in WIDTHS
+            width: stack.enter_context(
+                bench.fpfs(filesystems=disks[:width], options=("-o", "reuse=0"))
+            )
+            for width in WIDTHS
         }
         for size in RANKS:
             workers = stack.enter_context(ranks_of(bench, size, tensors=tensors, layout="rows"))

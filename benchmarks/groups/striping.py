@@ -32,7 +32,10 @@ def _saving(bench: Bench) -> Iterator[Sequence[Entry]]:
             )
         ]
         for width in WIDTHS:
-            mount = stack.enter_context(bench.fpfs(filesystems=disks[:width]))
+            # Fresh blocks, as fio's are.
+            mount = stack.enter_context(
+                bench.fpfs(filesystems=disks[:width], options=("-o", "reuse=0"))
+            )
             entries.append(_fresh_save(width, mount, worker, total_bytes=total_bytes))
         yield entries
 
