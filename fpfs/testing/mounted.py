@@ -41,6 +41,8 @@ COMMAND_TIMEOUT_S = 120
 KILL_TIMEOUT_S = 60
 DUMP_TIMEOUT_S = 10
 STAGING_DEFAULT = "64M"
+IN_MEMORY = Path("/dev/shm")
+"""A parent of mounts whose flushes wait for no disk: for tests of many of them."""
 
 _PROBLEM = re.compile(r"^\S+Z (WARNING|ERROR|CRITICAL) ", re.MULTILINE)
 _UNCAUGHT = re.compile(r"^(Traceback|Fatal Python error|.*Sanitizer)", re.MULTILINE)

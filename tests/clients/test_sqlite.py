@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fpfs.testing.mounted import IN_MEMORY
 from tests.support.processes import expect_line, python_child, tell
 from tests.support.seeds import IS_LONG
-from tests.support.target import Target
+from tests.support.target import Target, open_target
 
 pytestmark = pytest.mark.clients
 
@@ -41,6 +43,13 @@ database.execute("update entries set content = zeroblob(5000)")
 print("changed", flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    """One for all tests of this module: each transaction waits for several flushes."""
+    with open_target(parent=IN_MEMORY) as opened:
+        yield opened
 
 
 def create(path: Path, journal: str) -> None:

@@ -67,10 +67,13 @@ def plain_target(parent: Path | None = None) -> Iterator[PlainTarget]:
 
 
 def open_target(
-    *, options: Sequence[str] = (), staging: str = STAGING_DEFAULT
+    *, options: Sequence[str] = (), staging: str = STAGING_DEFAULT, parent: Path | None = None
 ) -> contextlib.AbstractContextManager[Target]:
-    """A plain target where the environment asks for one, else a mount with these options."""
+    """A plain target where the environment asks for one, else a mount with these options.
+
+    The mount lies in `parent`, or where temporary files do.
+    """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:
         return plain_target(Path(directory))
-    return mounted(options=options, staging=staging)
+    return mounted(options=options, staging=staging, parent=parent)

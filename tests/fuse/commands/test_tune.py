@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
+from fpfs.testing.mounted import IN_MEMORY, Mount, check_fpfs, mounted, run_fpfs
 from tests.unit.server.test_control_server import pid_of_nobody
 
 CTL = "fpfs.cli.ctl"
@@ -23,8 +23,8 @@ MIB = 1024 * 1024
 
 @pytest.fixture(scope="module")
 def striped() -> Iterator[Mount]:
-    """A mount over two devices."""
-    with mounted(devices=2) as made:
+    """A mount over two devices. Samples are many, and each is durable."""
+    with mounted(devices=2, parent=IN_MEMORY) as made:
         yield made
 
 
@@ -88,6 +88,8 @@ def test_all_combinations_on_demand_as_far_as_the_bytes_go(place: Path) -> None:
 
 def test_an_interrupted_one_leaves_nothing(place: Path) -> None:
     command = [sys.executable, "-m", CTL, "tune", str(place), "--sample", "64M"]
+    # So much that it has not come to its end when it is seen to have begun.
+    command += ["--exhaustive", "--bytes", "64G", "--time", "600"]
     for number, status, said in (
         (signal.SIGINT, 130, "fpfs-ctl: interrupted\n"),
         (signal.SIGTERM, 143, ""),

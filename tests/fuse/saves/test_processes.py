@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fpfs.testing.mounted import Mount, mounted
+from fpfs.testing.mounted import IN_MEMORY, Mount, mounted
 from tests.support.failures.hostile import DEADLINE_S, suspended, wait_at_rest
 from tests.support.failures.stopped_threads import traced
 from tests.support.processes import KILLED, expect_line, python_child
@@ -52,8 +52,12 @@ EXECS = {
 
 @pytest.fixture(scope="module", params=["early", "close"])
 def mount(request: pytest.FixtureRequest) -> Iterator[Mount]:
-    """One mount for all tests of this module, for each way in which a close is answered."""
-    with mounted(options=["receivers=2", f"ack={request.param}"]) as opened:
+    """One mount for all tests of this module, for each way in which a close is answered.
+
+    Some close hundreds of files, which is durable with one of the ways.
+    """
+    options = ["receivers=2", f"ack={request.param}"]
+    with mounted(options=options, parent=IN_MEMORY) as opened:
         opened.allow_log(KILLED)
         yield opened
 
