@@ -15,7 +15,8 @@ import pytest
 from fpfs.core.device_names import TAGS_MAX
 from fpfs.testing.mounted import CommandFailed, Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import random_bytes
-from tests.support.servers import kill
+from tests.support.failures.poison import Orders, poisoned_mount
+from tests.support.servers import kill, wait_for_exit
 
 CTL = "fpfs.cli.ctl"
 
@@ -180,41 +181,55 @@ def test_servers_that_take_over_know_an_added_device() -> None:
         check_sound(mount)
 
 
-def test_a_server_that_dies_while_it_adds_one_leaves_it_out_or_in() -> None:
-    """Killed at moments spread over the time that adding takes, under a running save."""
-    with mounted(devices=1) as mount:
+DEATHS: tuple[str | float, ...] = ("taken", "joined", 0.004, 0.010, 0.016)
+"""Points at which a server dies that adds a device, and moments after it has locked it, in s."""
+
+
+def die_adding(mount: Mount, orders: Orders, folder: Path, death: str | float) -> None:
+    """Add a directory as a device; returns when its server has died of `DEATHS` and another is."""
+    if isinstance(death, str):
+        orders.give(f"at-{death}", "once SIGKILL")
+    adding = subprocess.Popen(
+        [sys.executable, "-m", CTL, "device", "add", mount.root, folder],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    if isinstance(death, str):
+        orders.wait_met(f"at-{death}")
+        wait_for_exit(mount.server_pid)
+        mount.note_processes()
+    else:
+        while not (folder / "lock").exists():
+            has_ended = adding.poll() is not None
+            assert not has_ended or (folder / "lock").exists(), "it is not added"
+        time.sleep(death)  # no condition tells of the moments in between
+        kill(mount)
+    adding.wait(timeout=60)
+
+
+def test_a_server_that_dies_while_it_adds_one_leaves_it_out_or_in(tmp_path: Path) -> None:
+    """Before the catalog knows it, afterwards, and in between, under a running save."""
+    with poisoned_mount(tmp_path, devices=1) as (mount, orders):
         mount.allow_log("server .* died|is left out")
-        outcomes = set()
+        added = {}
         content = random_bytes(20_000_000, seed=4)
-        for round_ in range(6):
-            folder = mount.folder / f"added{round_}"
+        for death in DEATHS:
+            folder = mount.folder / f"added-{death}"
             folder.mkdir()
             before = len(devices(mount))
-            with (mount.root / f"file{round_}").open("wb", buffering=0) as file:
+            with (mount.root / f"file-{death}").open("wb", buffering=0) as file:
                 file.write(content[:10_000_000])
-                adding = subprocess.Popen(
-                    [sys.executable, "-m", CTL, "device", "add", mount.root, folder],
-                    stderr=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-                while not (folder / "lock").exists():
-                    has_ended = adding.poll() is not None
-                    assert not has_ended or (folder / "lock").exists(), "it is not added"
-                time.sleep(0.004 * round_)  # no condition tells of the moments in between
-                kill(mount)
-                adding.wait(timeout=60)
+                die_adding(mount, orders, folder, death)
                 file.write(content[10_000_000:])
-            now = len(devices(mount))
-            outcomes.add(now - before)
-            if now == before:
+            added[death] = len(devices(mount)) - before
+            if not added[death]:
                 device("add", mount.root, folder)
             mount.devices = (*mount.devices, folder)
             assert len(devices(mount)) == before + 1
-        for round_ in range(6):
-            assert (mount.root / f"file{round_}").read_bytes() == content
+        files = [mount.root / f"file-{death}" for death in DEATHS]
+        assert [path.read_bytes() == content for path in files] == [True] * len(DEATHS)
         mount.remount()
-        for round_ in range(6):
-            assert (mount.root / f"file{round_}").read_bytes() == content
+        assert [path.read_bytes() == content for path in files] == [True] * len(DEATHS)
         mount.unmount()
         check_sound(mount)
-        assert outcomes <= {0, 1}
+        assert (added["taken"], added["joined"]) == (0, 1)

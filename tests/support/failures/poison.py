@@ -53,9 +53,9 @@ class Orders:
 
 @contextlib.contextmanager
 def poisoned_mount(
-    folder: Path, *, options: Sequence[str] = (), faults_max: int = 0
+    folder: Path, *, devices: int = 2, options: Sequence[str] = (), faults_max: int = 0
 ) -> Iterator[tuple[Mount, Orders]]:
-    """A mount over two devices whose servers take orders.
+    """A mount whose servers take orders.
 
     faults_max: so many servers may die of what they did. 0: as many as of other mounts.
     """
@@ -67,5 +67,5 @@ def poisoned_mount(
         "PYTHONPATH": os.pathsep.join((str(HOOK), str(REPOSITORY))),
         "FPFS_TEST_POISON": str(orders.folder),
     }
-    with mounted(devices=2, options=options, parent=folder, environment=environment) as mount:
+    with mounted(devices=devices, options=options, parent=folder, environment=environment) as mount:
         yield mount, orders

@@ -144,6 +144,7 @@ def mark_points() -> None:
     from fpfs.daemon.control.handlers import ControlledServer
     from fpfs.daemon.control.server import ControlServer
     from fpfs.daemon.devices.keeper_link import KeeperLink
+    from fpfs.daemon.maintenance.membership import DeviceChanges
     from fpfs.daemon.mount import fusermount
 
     def after(where: object, name: str, point: str) -> None:
@@ -161,6 +162,8 @@ def mark_points() -> None:
     after(KeeperLink, "hold", "held")
     after(KeeperLink, "serving", "serving")
     after(KeeperLink, "ending", "ending")
+    DeviceChanges._take = before_the_answer(DeviceChanges._take, point="taken")
+    DeviceChanges._join = before_the_answer(DeviceChanges._join, point="joined")
     flush_at_end = ControlledServer.flush_at_end
 
     async def flush(self: ControlledServer) -> object:
