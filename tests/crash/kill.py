@@ -5,9 +5,9 @@ prints what was done, and how long the mount did not answer after each kill; the
 any program saw anything.
 
 The server is killed with SIGKILL at random moments, the next one also while it takes over; stopped
-for seconds; made to restart, and killed in that. After every `ROUND_KILLS` kills keeper and server
-are killed together: then the programs get errors, and the next mount has to have everything that
-was acknowledged to them.
+for seconds; made to restart, and killed in that: once each, then as chance says. After every
+`ROUND_KILLS` kills keeper and server are killed together: then the programs get errors, and the
+next mount has to have everything that was acknowledged to them.
 
 Concurrency: the programs are processes (`worker`, `checkpoints`); one thread disturbs them.
 """
@@ -184,12 +184,13 @@ def signal_server(mount: Mount, number: signal.Signals) -> int:
 
 
 class Disturber:
-    """Does to the server of one mount what chance says, and notes it."""
+    """Does to the server of one mount each thing once, then what chance says, and notes it."""
 
     def __init__(self, mount: Mount, chance: random.Random) -> None:
         """Begin."""
         self._mount = mount
         self._chance = chance
+        self._first = chance.sample(list(WEIGHTS), len(WEIGHTS))
         self.kills = 0
         self.gaps_s: list[float] = []
         self.done: collections.Counter[Disturbance] = collections.Counter()
@@ -197,7 +198,8 @@ class Disturber:
     def disturb(self) -> None:
         """Wait for a moment, do something, and wait until the mount answers."""
         time.sleep(self._chance.uniform(0, GAP_S_MAX))
-        what = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        chosen = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        what = self._first.pop() if self._first else chosen
         match what:
             case Disturbance.KILL | Disturbance.KILL_TWICE:
                 self._kill()
