@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -121,23 +122,29 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and loop devices
 
 @pytest.mark.root
 @ROOT
-def test_nothing_is_left_of_what_hangs(tmp_path: Path) -> None:
+def test_nothing_is_left_of_what_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what left its process group nor what it mounted."""
     (tmp_path / "mount").mkdir()
     os.mkfifo(tmp_path / "fifo")
     reading = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    said = tmp_path / "said"
+    said, wait = tmp_path / "said", subprocess.Popen.wait
+
+    def wait_begun(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        """Let its time begin when it hangs, however long it took to come to that."""
+        wait_until(lambda: said.read_text().startswith("begun\n"))
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_begun)
     command = "exec 9> fifo; mount -t tmpfs tmpfs mount; setsid sleep infinity & echo begun; wait"
     status = run_alone(
         ["sh", "-c", command],
         output=said,
         cwd=tmp_path,
         environment=os.environ,
-        timeout_s=5,
+        timeout_s=0.1,
         keep=tmp_path,
     )
     assert status is None
-    assert said.read_text().startswith("begun\n")
     assert os.read(reading, 1) == b""  # nobody has the other end
     os.close(reading)
     assert mount_at(str(tmp_path / "mount")) is None
