@@ -39,7 +39,6 @@ from fpfs.testing.warm import WarmCommands
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
 KILL_TIMEOUT_S = 60
-DUMP_TIMEOUT_S = 10
 STAGING_DEFAULT = "64M"
 IN_MEMORY = Path("/dev/shm")
 """A parent of mounts whose flushes wait for no disk: for tests of many of them."""
@@ -237,15 +236,16 @@ class Mount:
         """Let the server write its Python stacks to its log; a process that is stopped does not."""
         begun = "most recent call first"
         before = self.log_text().count(begun)
-        handling = _handling(self.server_pid, signal.SIGUSR1)
+        blocking = _blocking(self.server_pid, signal.SIGUSR1)
+        threads = [thread for thread, is_blocked in blocking.items() if not is_blocked]
         os.kill(self.server_pid, signal.SIGUSR1)
-        deadline_s = time.monotonic() + DUMP_TIMEOUT_S
+        deadline_s = time.monotonic() + KILL_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            # The signal is blocked in the thread that handles it, until all is written.
-            if self.log_text().count(begun) > before and (
-                _handling(self.server_pid, signal.SIGUSR1) <= handling
-            ):
-                return
+            if self.log_text().count(begun) > before:
+                # The signal is blocked in the thread that handles it, until all is written.
+                blocking = _blocking(self.server_pid, signal.SIGUSR1)
+                if not any(map(blocking.get, threads)):
+                    return
             time.sleep(0.001)
 
     def tear_down(self) -> None:
@@ -288,14 +288,13 @@ class Mount:
                 Path(arena_path(stamp.filesystem_id)).unlink(missing_ok=True)
 
 
-def _handling(pid: int, number: signal.Signals) -> set[str]:
-    """Threads of a process in which a signal is blocked, as it is in one that handles it."""
-    found = set()
+def _blocking(pid: int, number: signal.Signals) -> dict[str, bool]:
+    """The threads of a process, and whether a signal is blocked in each."""
+    found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             blocked = (task / "status").read_text().partition("\nSigBlk:\t")[2].split("\n")[0]
-            if int(blocked, 16) >> (number - 1) & 1:
-                found.add(task.name)
+            found[task.name] = bool(int(blocked, 16) >> (number - 1) & 1)
     return found
 
 
