@@ -35,6 +35,12 @@ std::shared_ptr<File> loaded(Engine& engine, uint64_t ino) {
   return file;
 }
 
+void committed(Engine& engine, uint64_t ino, uint64_t sequence) {
+  const std::shared_ptr<File> file = loaded(engine, ino);
+  const nb::gil_scoped_release release;
+  file->committed(sequence);
+}
+
 nb::tuple snapshot_tuple(const SnapshotData& data) {
   nb::list segments;
   for (const auto& [index, blob] : data.segments) {
@@ -260,11 +266,7 @@ void bind_files(nb::class_<Engine>& type) {
              const MutexLock lock(handle->mutex);
              return handle->file->take_error(&handle->errors_seen);
            })
-      .def("committed", [](Engine& engine, uint64_t ino, uint64_t sequence) {
-        const std::shared_ptr<File> file = loaded(engine, ino);
-        const nb::gil_scoped_release release;
-        file->committed(sequence);
-      });
+      .def("committed", &committed);
 }
 
 // What it did and does.

@@ -31,6 +31,8 @@ class DrainReport(msgspec.Struct, kw_only=True):
     bytes_moved: int = 0
     is_empty: bool = False
     damage: list[DamagedContent] = msgspec.field(default_factory=list)
+    refused: str = ""
+    """Why the device does not give its space back, if it holds nothing any more."""
 
 
 class _Round(msgspec.Struct, kw_only=True):
@@ -40,6 +42,7 @@ class _Round(msgspec.Struct, kw_only=True):
     damage: list[DamagedContent] = msgspec.field(default_factory=list)
     bytes_busy: int = 0
     left: int = 0
+    refused: str = ""
 
 
 def drain_device(
@@ -64,13 +67,14 @@ def drain_device(
 def _run(
     client: ControlClient, report: DrainReport, pace: Pace, tell: Callable[[Drained], None]
 ) -> None:
-    """Go round until nothing is left, or nothing but what is damaged."""
+    """Go round until nothing is left, or nothing but what is damaged, or not given back."""
     idle_since_s: float | None = time.monotonic()
     while True:
         whole = _run_round(client, report.number, pace, tell)
-        report.damage = whole.damage
+        report.damage, report.refused = whole.damage, whole.refused
         report.is_empty = whole.left == 0
-        if report.is_empty or (whole.damage and not whole.bytes_moved and not whole.bytes_busy):
+        goes_on = whole.bytes_moved or whole.bytes_busy
+        if report.is_empty or ((whole.damage or whole.refused) and not goes_on):
             return
         if whole.bytes_moved:
             idle_since_s = time.monotonic()
@@ -91,7 +95,7 @@ def _run_round(
         whole.bytes_moved += done.bytes_moved
         whole.bytes_busy += done.bytes_busy
         whole.damage += done.damage
-        whole.left = done.left
+        whole.left, whole.refused = done.left, done.refused
         pace.done(done.bytes_moved)
         cursor = done.cursor
     return whole
@@ -106,7 +110,13 @@ def _show(report: DrainReport, *, json: bool) -> None:
         where = f"{each.path or f'inode {each.ino}'}: {format_size(each.size_bytes)} at byte"
         sys.stdout.write(show_text(f"{where} {each.offset_bytes}: {each.error}") + "\n")
     state = "is empty" if report.is_empty else "still has what is damaged"
+    if report.refused:
+        state = f"holds nothing any more and gives no space back ({report.refused})"
     moved = format_size(report.bytes_moved)
     sys.stdout.write(
         f"device {report.number} ({show_text(report.path)}) {state}; {moved} were moved\n"
     )
+    if report.refused:
+        sys.stdout.write(
+            "unmount, mount with --degraded without it, and fpfs-ctl device remove takes it out\n"
+        )

@@ -348,7 +348,8 @@ class Drained(msgspec.Struct, kw_only=True, frozen=True):
     """What a step of a drain came to. `cursor` says where to go on; without one a round is over.
 
     `bytes_busy` were being changed, and `damage` stays where it is. `left` counts what is on the
-    device then, in words of nobody: it is empty when that is 0. Told at the end of a round.
+    device then, in words of nobody: it is empty when that is 0. `refused` says why the device does
+    not give its space back, if nothing else is left. Told at the end of a round.
     """
 
     bytes_moved: int = 0
@@ -356,6 +357,7 @@ class Drained(msgspec.Struct, kw_only=True, frozen=True):
     damage: tuple[DamagedContent, ...] = ()
     cursor: DrainCursor | None
     left: int = 0
+    refused: str = ""
 
 
 class DeviceTags(msgspec.Struct, kw_only=True, frozen=True):

@@ -410,6 +410,10 @@ class Commit:
         """Give back, when it is durable, what a transaction recorded up to this removal."""
         self._reclaim.removals_recorded(removal)
 
+    async def ask_again(self, device: int) -> OSError | None:
+        """Let a device give space back, also if it has refused; returns why it does not."""
+        return await self._reclaim.ask_again(device)
+
     async def wait_durable(self, ino: int) -> None:
         """Return when an inode has no writer and its content and names survive power loss.
 

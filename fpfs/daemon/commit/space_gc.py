@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,6 +63,7 @@ class _GivenBack(NamedTuple):
 class _Refusal(NamedTuple):
     """A device that does not take space back: when it is asked again, and how long after that."""
 
+    error: OSError
     again_s: float
     pause_s: float
 
@@ -95,6 +97,16 @@ class Reclaim:
     @property
     def _nothing_to_remove(self) -> bool:
         return self._removal_done >= self._removal_recorded
+
+    async def ask_again(self, device: int) -> OSError | None:
+        """Let a device give back what is recorded, also if it refused; returns why it does not."""
+        if device in self._refusals:
+            self._refusals[device] = self._refusals[device]._replace(again_s=-math.inf)
+            self._removal_done = min(self._removal_done, self._removal_recorded - 1)
+            self._removals_event.set()
+        await self.wait_given_back()
+        refusal = self._refusals.get(device)
+        return None if refusal is None else refusal.error
 
     async def wait_given_back(self) -> None:
         """Return when everything known so far is deleted and given back, or has failed.
@@ -212,12 +224,11 @@ class Reclaim:
             if device not in refused:
                 self._refusals.pop(device, None)
                 continue
-            last = self._refusals.get(device)
+            last, error = self._refusals.get(device), refused[device]
             if last is None:
-                error = refused[device]
                 log.error("space on device %d cannot be given back yet: %s", device, error)
             pause_s = 0.0 if last is None else min(max(2 * last.pause_s, PAUSE_S), PAUSE_S_MAX)
-            self._refusals[device] = _Refusal(trio.current_time() + pause_s, pause_s)
+            self._refusals[device] = _Refusal(error, trio.current_time() + pause_s, pause_s)
 
     async def _give_back(self, rows: Sequence[Removal]) -> _GivenBack:
         """Give back what rows name, in smaller groups if it fails together.

@@ -43,7 +43,7 @@ from fpfs.daemon.catalog.rows.shared_extents import without
 from fpfs.daemon.devices.free_space import free_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from fpfs.core.engine import Engine
     from fpfs.daemon.catalog.database import Catalog
@@ -133,13 +133,16 @@ class Draining:
         inodes: InodeTable,
         registry: DeviceRegistry,
         removals_recorded: Callable[[int], None],
+        ask_again: Callable[[int], Awaitable[OSError | None]],
     ) -> None:
-        """Join the parts; `removals_recorded` is told of what is to be given back."""
+        """Join the parts; `removals_recorded` is told of what is to be given back, and `ask_again`
+        lets a device give it back, or tells why it does not."""
         self._catalog = catalog
         self._engine = engine
         self._inodes = inodes
         self._registry = registry
         self._removals_recorded = removals_recorded
+        self._ask_again = ask_again
 
     async def step(self, number: int, cursor: DrainCursor, bytes_max: int) -> Drained:
         """Move some of what a draining device holds, from a cursor on. OSError."""
@@ -301,7 +304,13 @@ class Draining:
         if len(objects) == ROWS_MAX:
             following = DrainCursor(stage=DrainStage.OBJECTS, object=objects[-1].id)
         usage = await self._catalog.read(lambda t: usage_of(t, number))
-        return Drained(cursor=following, left=sum(usage) + len(in_memory))
+        left = sum(usage) + len(in_memory)
+        refusal = await self._ask_again(number) if left and left == usage.removals else None
+        return Drained(
+            cursor=following,
+            left=left,
+            refused="" if refusal is None else refusal.strerror or str(refusal),
+        )
 
     def _describe(self, ino: int, source: _Source, offset: int, code: int) -> DamagedContent:
         run = source.run

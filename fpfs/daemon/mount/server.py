@@ -193,6 +193,7 @@ class Server:
             inodes=self._inodes,
             registry=self._changes.registry,
             removals_recorded=self._commit.removals_recorded,
+            ask_again=self._commit.ask_again,
         )
         return ControlledServer(
             config=self._config,

@@ -220,10 +220,8 @@ class Files:
         inode.users += 1
         try:
             await self._inodes.load(inode)
-            if inode.writers == 0:
-                await self._commit.wait_turn(
-                    inode, is_emptied=size == 0
-                )  # as who opens it to write
+            if inode.writers == 0:  # as who opens it to write
+                await self._commit.wait_turn(inode, is_emptied=size == 0)
             await self._truncate_locked(inode, size)
             if inode.writers == 0:
                 self._commit.truncated(inode)

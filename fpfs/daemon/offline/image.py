@@ -185,8 +185,7 @@ def _copy_data(source: int, copy: int) -> None:
             piece = os.pread(source, min(_COPY_BYTES, end - position), position)
             if not piece:
                 break
-            os.pwrite(copy, piece, position)
-            position += len(piece)
+            position += os.pwrite(copy, piece, position)
     os.ftruncate(copy, size)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,37 @@ def test_everything_goes_elsewhere_and_stays_what_it_was(device: str) -> None:
         check_files(mount, contents)
         assert stored_bytes(folder) == 0
         assert drain(mount, device)["bytes_moved"] == 0
+        check_sound(mount)
+
+
+@contextlib.contextmanager
+def nothing_goes(device: Path) -> Iterator[None]:
+    """Let nothing be removed from the objects of a device meanwhile."""
+    folders = [path for path in (device / "objects").rglob("*") if path.is_dir()]
+    done = subprocess.run(["chattr", "+a", *folders], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no append-only directories here: {done.stderr.decode()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-a", *folders], check=True)
+
+
+def test_a_device_that_gives_nothing_back_ends_a_drain() -> None:
+    with mounted(devices=2) as mount:
+        mount.allow_log("space on device 1 cannot be given back yet|could not be removed")
+        contents = make_files(mount, 4)
+        mount.flush()
+        with nothing_goes(mount.devices[1]):
+            told = drain(mount, "1")
+            assert (told["is_empty"], told["damage"]) == (False, [])
+            assert told["refused"] == "Operation not permitted"
+            said = run_fpfs("device", "drain", mount.root, "1", module=CTL)
+            assert said.returncode == 1
+            assert "holds nothing any more and gives no space back" in said.stdout
+        check_files(mount, contents)
+        assert drain(mount, "1")["refused"] == ""
+        assert stored_bytes(mount.devices[1]) == 0
         check_sound(mount)
 
 

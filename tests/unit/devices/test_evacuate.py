@@ -25,6 +25,7 @@ def draining_of(mount: Rig, engine: Any) -> Draining:
         inodes=mount.inodes,
         registry=unused,
         removals_recorded=mount.commit.removals_recorded,
+        ask_again=mount.commit.ask_again,
     )
 
 

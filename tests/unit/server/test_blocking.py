@@ -157,6 +157,7 @@ async def test_a_drain_compares_devices_beside_the_event_loop(
             inodes=mount.inodes,
             registry=registry,
             removals_recorded=mount.commit.removals_recorded,
+            ask_again=mount.commit.ask_again,
         )
         assert await draining.choose(0, Counter({1: 3, 2: 5})) == 1
     assert not filesystem.waiting
