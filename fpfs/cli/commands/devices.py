@@ -150,7 +150,8 @@ def drain(
 
     From the beginning on no new chunk goes there, also after a remount. What is being written is
     moved when it is closed. It can be interrupted, and goes on where it was when it is asked for
-    again. Exit status 1 when something on it is damaged, which stays there.
+    again. Exit status 1 when something on it is damaged, which stays there, or when it refuses to
+    give space back.
 
     Parameters
     ----------
