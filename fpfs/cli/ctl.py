@@ -129,10 +129,16 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S, json: Jso
     with waiting(f"replacing the server of {mountpoint}"):
         with ControlClient(entry, asked=asked) as client:
             before = client.ask(AskStatus(), timeout_s=timeout)
-            client.ask(RestartServer(), timeout_s=timeout)
+            installed = client.ask(RestartServer(), timeout_s=timeout)
             client.wait_for_exit(timeout_s=timeout)
         with ControlClient(entry, asked=asked) as client:
             after = client.ask(AskStatus(), timeout_s=timeout)
+    if after.version != installed.version:
+        raise Refused(
+            asked=asked,
+            wrong=f"fpfs {installed.version} could not be executed, and {after.version} goes on",
+            remedy="install it again, and repeat",
+        )
     if json:
         print_json(
             Restarted(

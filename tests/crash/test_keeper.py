@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import fpfs
 from fpfs.core.protocol.control import ControlClient, ServerEnded
 from fpfs.core.protocol.questions import (
     AskStatus,
@@ -28,8 +29,9 @@ from fpfs.core.protocol.questions import (
     WaitDurable,
 )
 from fpfs.core.protocol.reports import Renewing
-from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted
+from fpfs.testing.mounted import REPOSITORY, Mount, check_fpfs, mounted, run_fpfs
 from tests.crash.kill import WEIGHTS, Team, kill_again_and_again
+from tests.support.failures.poison import poisoned_mount
 from tests.support.processes import expect_line, python_child, tell
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import EXIT_TIMEOUT_S, kill, stop, wait_collected, wait_for_exit
@@ -562,6 +564,37 @@ def test_a_restart_while_programs_use_the_mount(mount: Mount) -> None:
     mount.note_processes()
     mount.remount()
     assert path.read_bytes() == content
+
+
+def test_a_program_that_is_removed_before_it_is_executed_changes_nothing(tmp_path: Path) -> None:
+    """It has just said that it can take over."""
+    content = os.urandom(20_000_001)
+    with poisoned_mount(tmp_path) as (mount, orders):
+        mount.allow_log(f"{DIED}|{RESTARTED}")
+        mount.expect_log(r"cannot be executed \(.*No such file or directory.*\): this one goes on")
+        path = mount.root / "step.pt"
+        before = mount.status()
+        with path.open("wb", buffering=0) as stream:
+            stream.write(content[:10_000_000])
+            orders.give("program-gone", "999.0")
+            done = run_fpfs("restart", mount.root, module="fpfs.cli.ctl")
+            stream.write(content[10_000_000:])
+        after = mount.status()
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"fpfs 999.0 could not be executed, and {fpfs.__version__} goes on" in done.stderr
+        assert (after.keeper_pid, after.restarts) == (before.keeper_pid, before.restarts + 1)
+        assert path.read_bytes() == content
+        mount.note_processes()
+        kill(mount)  # is a death, and no restart
+        orders.take_back("program-gone")
+        check_fpfs("restart", mount.root, module="fpfs.cli.ctl")
+        mount.note_processes()
+        assert mount.status().restarts == before.restarts + 3
+        os.kill(mount.keeper_pid, signal.SIGTERM)
+        wait_for_exit(mount.keeper_pid)
+        mount.forget()
+        mount.mount()
+        assert path.read_bytes() == content
 
 
 def test_a_signal_ends_a_mount_that_was_restarted(mount: Mount) -> None:

@@ -7,7 +7,7 @@ Invariants:
   * Nothing is given up before the installed program has started once and has said that it
     understands what it is to take over.
 
-Concurrency: functions that block; `execute` does not return.
+Concurrency: functions that block; `execute` returns only by an error.
 """
 
 from __future__ import annotations
@@ -82,13 +82,22 @@ def check_installed() -> Program:
 
 
 def execute(config: ServerConfig, state: KeeperState) -> NoReturn:
-    """Execute the installed program in the place of this one, with what is to be held."""
+    """Execute the installed program in the place of this one, with what is to be held.
+
+    Raises OSError when it cannot be executed: it was removed since `check_installed`. Nothing is
+    changed then.
+    """
     left = os.memfd_create("fpfs-keeper", 0)
-    os.write(left, msgspec.json.encode(_Left(config=config, state=state)))
-    os.lseek(left, 0, os.SEEK_SET)
-    for descriptor in (left, *state.descriptors):
-        os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, "--renewed", str(left)])
+    try:
+        os.write(left, msgspec.json.encode(_Left(config=config, state=state)))
+        os.lseek(left, 0, os.SEEK_SET)
+        for descriptor in (left, *state.descriptors):
+            os.set_inheritable(descriptor, True)
+        os.execv(sys.executable, [sys.executable, "-m", MODULE, "--renewed", str(left)])
+    finally:
+        os.close(left)
+        for descriptor in state.descriptors:
+            os.set_inheritable(descriptor, False)
 
 
 def take_state(descriptor: int) -> tuple[ServerConfig, KeeperState]:

@@ -124,7 +124,7 @@ class Keeper:
 
         `clean_up` takes away what is left of a mount that nobody holds any more. `started` is
         called once, when the first server runs. `renew` executes the program that is installed by
-        now. `state` is what a keeper left that did so.
+        now, or raises OSError. `state` is what a keeper left that did so.
         """
         self._serve = serve
         self._give_up = give_up
@@ -210,18 +210,26 @@ class Keeper:
             os.close(self._descriptors.pop())
         self._clean_up()
 
-    def _execute(self) -> NoReturn:
-        """Go on as the program that is installed by now; signals wait until it can take them."""
+    def _execute(self) -> None:
+        """Go on as the program that is installed by now; signals wait until it can take them.
+
+        Returns when that program cannot be executed: another server of this one takes over, for
+        which signals wait.
+        """
+        self._renewing = False
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        self._renew(
-            KeeperState(
-                device=self._device,
-                descriptors=tuple(self._descriptors),
-                restarts=self._restarts,
-                started_unix_s=self._started_unix_s,
-                signals=tuple(self._signals),
+        try:
+            self._renew(
+                KeeperState(
+                    device=self._device,
+                    descriptors=tuple(self._descriptors),
+                    restarts=self._restarts,
+                    started_unix_s=self._started_unix_s,
+                    signals=tuple(self._signals),
+                )
             )
-        )
+        except OSError as error:
+            _log.error("the installed program cannot be executed (%s): this one goes on", error)
 
     def _forward(self, number: int, _frame: object) -> None:
         """Pass a signal on: now, or to the server that is about to start."""

@@ -29,7 +29,8 @@ class Orders:
 
         With ``wait`` such requests wait, with ``block`` all that the name plane does. ``once end
         TASK`` lets one end a task with an error, and waits; with ``list`` it leaves `task_names`.
-        ``at-NAME`` is a point that servers come to. ``once`` before a death lets one die of it.
+        ``at-NAME`` is a point that servers come to. While ``program-gone`` is given, a keeper finds
+        no program to execute. ``once`` before a death lets one die of it.
         """
         made = self.folder / f".{name}"
         made.write_text(how)

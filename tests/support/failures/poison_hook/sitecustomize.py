@@ -202,6 +202,30 @@ def bound_faults() -> None:
     supervisor.FAULTS_MAX = int(read(order_about(b"faults-max")) or supervisor.FAULTS_MAX)
 
 
+def lose_programs() -> None:
+    """Let a keeper not find the program that it is to execute, where ``program-gone`` says which.
+
+    That is the version that it says it is of when it is asked before.
+    """
+    import fpfs
+    from fpfs.daemon.mount import live_upgrade
+
+    execute, order = live_upgrade.execute, order_about(b"program-gone")
+
+    def executing(*arguments: object) -> None:
+        found = sys.executable
+        if read(order):
+            sys.executable = f"{found} was here"
+        try:
+            execute(*arguments)
+        finally:
+            sys.executable = found
+
+    live_upgrade.execute = executing
+    if "--check" in sys.orig_argv:
+        fpfs.__version__ = read(order) or fpfs.__version__
+
+
 def poison() -> None:
     """Let requests for attributes meet what is to become of them first."""
     from fpfs.daemon.names.fuse_ops import Operations
@@ -232,6 +256,7 @@ def before_the_answer(operation: Handler, *, point: str) -> Handler:
 
 if "fpfs.daemon.mount.main" in sys.orig_argv:
     bound_faults()
+    lose_programs()
     poison()
     mark_points()
     mark_tasks()
