@@ -39,7 +39,7 @@ from fpfs.testing.warm import WarmCommands
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 120
 KILL_TIMEOUT_S = 60
-STAGING_DEFAULT = "64M"
+STAGING_DEFAULT = "32M"
 IN_MEMORY = Path("/dev/shm")
 """A parent of mounts whose flushes wait for no disk: for tests of many of them."""
 

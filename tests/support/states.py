@@ -259,6 +259,12 @@ def numbered(step: int) -> dict[str, Any]:
     return {"step": step, "weight": torch.full((300_000,), float(step))}
 
 
+def only_value(state: dict[str, torch.Tensor]) -> int:
+    """The one value that all elements of all tensors have."""
+    (value,) = {int(bound) for tensor in state.values() for bound in tensor.aminmax()}
+    return value
+
+
 def same(found: Any, expected: Any) -> bool:
     """Whether two states are equal, tensors in type, shape, strides and every bit."""
     if isinstance(expected, torch.UntypedStorage | torch.TypedStorage):

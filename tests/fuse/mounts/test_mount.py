@@ -91,12 +91,12 @@ def test_status_as_json_and_as_a_table() -> None:
         assert [device["path"] for device in status["devices"]] == [str(d) for d in mount.devices]
         assert sum(device["bytes_used"] for device in status["devices"]) >= 4_000_000
         assert sum(device["bytes_written"] for device in status["devices"]) >= 4_000_000
-        assert status["staging"]["bytes_total"] == 64 * 1024**2
+        assert status["staging"]["bytes_total"] == 32 * 1024**2
         assert 0 <= status["staging"]["bytes_used"] <= status["staging"]["bytes_total"]
         assert status["commit"]["pending"] == 0
         table = check_fpfs("status", mount.root, module=CTL)
         assert str(mount.root) in table
-        assert "64.0 MiB" in table
+        assert "32.0 MiB" in table
 
 
 def test_status_of_a_path_inside() -> None:

@@ -37,7 +37,7 @@ from tests.support.processes import DEADLINE_S, python_child
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import assert_read, kill, reads_of, stop
-from tests.support.states import large_state, odd_state, same
+from tests.support.states import large_state, odd_state, only_value, same
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -84,8 +84,7 @@ def step_of(path: Path) -> int:
     """The step that a checkpoint is of, whose tensors are all there and of one step."""
     state = client.load(path)
     assert len(state) == 8
-    (step,) = {int(value) for tensor in state.values() for value in tensor.unique()}
-    return step
+    return only_value(state)
 
 
 def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:

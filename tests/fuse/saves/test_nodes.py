@@ -25,6 +25,7 @@ from tests.support.failures.faults import MEBIBYTE, faulty_mount
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
 from tests.support.servers import assert_read, kill, reads_of
+from tests.support.states import only_value
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clients
@@ -78,8 +79,7 @@ def load_own(places: list[str]) -> int:
 def step_of(state: dict[str, torch.Tensor]) -> int:
     """The step that a checkpoint is of, whose tensors are all there and of one step."""
     assert len(state) == 8
-    (step,) = {int(value) for tensor in state.values() for value in tensor.unique()}
-    return step
+    return only_value(state)
 
 
 def test_whoever_is_killed_there_is_a_whole_checkpoint(nodes: list[Mount], forks: Worlds) -> None:
