@@ -86,13 +86,11 @@ def gather(directories: Sequence[str], path: str, *, progress: Progress) -> int:
                     threads=1,
                 )
 
-            Shares(manifest, shares).check_whole()
+            Shares(manifest, [[share] for share in shares]).check_whole()
             done = _Progress(progress, total)
             for number, share in enumerate(shares):
-                places = places_of(manifest.shares[number], names)
-                others = names[places.index(share.path) + 1 :]
                 failures = list[Failure]()
-                more = open_each(manifest, number, others, failures)
+                more = open_each(manifest, number, names, failures, after=share.path)
                 _store(itertools.chain([share], more), failures, store, done)
             replacement.commit(durable=True)
     return total

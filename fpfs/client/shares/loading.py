@@ -37,6 +37,7 @@ from fpfs.client.shares.reading import (
     check_found,
     newest_of,
     none_in,
+    open_others,
     open_share,
     opened_shares,
     pass_over,
@@ -81,10 +82,9 @@ def load_shares(
     peers = peers_of(group, timeout_s=timeout_s, call="load_shares")
     with peers, contextlib.ExitStack() as stack:
         names = resolve_all(directory)
-        manifest, shares = _open(peers, names, stack, timeout_s=timeout_s)
-        is_near = all(isinstance(share, OpenShare) for share in shares)
+        shares, is_near = _open(peers, names, stack, timeout_s=timeout_s)
         sizes = {} if is_near else {"buffer_bytes": FAR_BUFFER_BYTES}
-        file = stack.enter_context(SharesFile(Shares(manifest, shares), **sizes))
+        file = stack.enter_context(SharesFile(shares, **sizes))
         state = restore(
             file,
             names[0],
@@ -133,10 +133,15 @@ class _Sources(msgspec.Struct):
 
 def _open(
     peers: Peers, names: list[str], stack: contextlib.ExitStack, *, timeout_s: float
-) -> tuple[Manifest, Sequence[AnyShare]]:
-    """Open the shares of the newest checkpoint, for as long as `stack` is not left."""
+) -> tuple[Shares, bool]:
+    """Open the shares of the newest checkpoint, for as long as `stack` is not left.
+
+    Returns also whether this rank sees all of them.
+    """
     if not isinstance(peers, Ranks):
-        return stack.enter_context(opened_shares(names))
+        manifest, found = stack.enter_context(opened_shares(names))
+        opened = [open_others(manifest, *each, names, stack) for each in enumerate(found)]
+        return Shares(manifest, opened), True
     former, unsound = None, Unsound()
     while True:
         manifest, sources, seen = _agree(peers, names, former, unsound)
@@ -158,17 +163,45 @@ def _open(
         # It may just have been replaced, or other ranks have what this one cannot open.
         former = manifest.checkpoint
     pass_over([failure for (of, _), failure in unsound.items() if of == manifest.checkpoint])
-    if sources.all_near:
-        return manifest, [near[number] for number in sorted(near)]
+    if sources.all_near and manifest.copies == 1:
+        opened = [open_others(manifest, *each, names, stack) for each in sorted(near.items())]
+        return Shares(manifest, opened), True
     serving = stack.enter_context(Serving(peers, near, timeout_s=timeout_s))
-    shares = {number: FarShare(serving, far[number], manifest, number) for number in far}
+    begun = {number: FarShare(serving, far[number], manifest, number) for number in far}
     # Of all at once.
-    for share in shares.values():
+    for share in begun.values():
         share.begin_opening()
-    for share in shares.values():
-        share.finish_opening()
-        share.read_container()
-    return manifest, [shares.get(number) or near[number] for number in range(len(manifest.shares))]
+
+    def places(number: int) -> Iterator[AnyShare]:
+        far_shares = [begun[number]] if number in far else []
+        # Of a checkpoint without copies, whoever sees a share sees the same file.
+        if manifest.copies > 1:
+            far_shares += [
+                FarShare(serving, server, manifest, number)
+                for server in sources.holders[number]
+                if server not in (peers.rank, far.get(number))
+            ]
+        if number in near:
+            yield from open_others(manifest, number, near[number], names, stack)
+        yield from _open_far(far_shares)
+
+    return Shares(manifest, [places(number) for number in range(len(manifest.shares))]), not far
+
+
+def _open_far(shares: list[FarShare]) -> Iterator[FarShare]:
+    """Yield a share as one rank after the other reads it, of those that can open it.
+
+    Raises what is wrong with the last one.
+    """
+    for share in shares:
+        try:
+            share.open_to_load()
+        except (OSError, Damaged) as failure:
+            if share is shares[-1]:
+                raise
+            pass_over([failure])
+        else:
+            yield share
 
 
 def _open_near(
@@ -225,12 +258,17 @@ def _agree(
             check_found(manifest, holders.keys(), "any rank's directories")
         count = len(manifest.shares)
         all_near = all(set(each.shares) >= set(range(count)) for each in found)
-        some = [holders.get(share, [])[:HOLDERS_MAX] for share in range(count)]
+        some = [_some_of(holders.get(share, [])) for share in range(count)]
         return [_Sources(content, some, all_near)] * len(found)
 
     with _raising_own(peers, *failures.values()):
         sources = peers.exchange("seen", seen, tell, of=_Sources)
     return decode_manifest(sources.manifest, MANIFEST), sources, set(seen.shares)
+
+
+def _some_of(holders: list[int]) -> list[int]:
+    """At most `HOLDERS_MAX`, of all nodes: ranks of a node are neighbours."""
+    return holders[:: -(-len(holders) // HOLDERS_MAX) or 1]
 
 
 def _choose(peers: Ranks, names: list[str]) -> tuple[Manifest | None, _Newest]:

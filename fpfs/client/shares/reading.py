@@ -11,7 +11,7 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -217,12 +217,17 @@ class OpenShare:
 
 
 class Shares:
-    """The torch.save file that shares have together."""
+    """The torch.save file that shares have together.
 
-    def __init__(self, manifest: Manifest, shares: Sequence[AnyShare]) -> None:
+    opened: yields each share at one place after the other, open. When it cannot be read at one,
+        the next one is asked for, and read from then on.
+    """
+
+    def __init__(self, manifest: Manifest, opened: Sequence[Iterable[AnyShare]]) -> None:
         self.manifest = manifest
-        self._shares = shares
-        self._index = Index([share.ranges for share in shares], manifest.bytes)
+        self._others = [iter(each) for each in opened]
+        self._shares = [next(each) for each in self._others]
+        self._index = Index([share.ranges for share in self._shares], manifest.bytes)
 
     def check_whole(self) -> None:
         """Raise `Damaged` if the shares have not all of the file."""
@@ -243,8 +248,26 @@ class Shares:
         for share, at, begin, count in found:
             places.setdefault(share, []).append((view[begin : begin + count], at))
         for share, some in places.items():
-            self._shares[share].read(some)
+            self._read_share(share, some)
         return sum(count for _, _, _, count in found)
+
+    def _read_share(self, number: int, places: Sequence[Place]) -> None:
+        while True:
+            try:
+                self._shares[number].read(places)
+            except (OSError, Damaged) as failure:
+                if not self._is_elsewhere(number, failure):
+                    raise
+            else:
+                return
+
+    def _is_elsewhere(self, number: int, failure: Failure) -> bool:
+        """Whether a share is at another place, where it is read from now on."""
+        other = next(self._others[number], None)
+        if other is not None:
+            pass_over([failure])
+            self._shares[number] = other
+        return other is not None
 
     def _is_text(self, found: list[int]) -> bool:
         share, at, _, _ = found
@@ -265,26 +288,40 @@ class Shares:
         self._read(found, owners)
 
     def _read(self, found: list[list[Piece]], owners: object) -> None:
-        with contextlib.ExitStack() as closing:
-            transfers = []
-            for share, pieces in zip(self._shares, found, strict=True):
-                if pieces:
-                    transfer = share.start(pieces, owners)
+        wanted = [number for number, pieces in enumerate(found) if pieces]
+        while wanted:
+            with contextlib.ExitStack() as closing:
+                transfers = []
+                for number in wanted:
+                    transfer = self._shares[number].start(found[number], owners)
                     closing.callback(transfer.close)
-                    transfers.append((share.path, transfer))
-            for path, transfer in transfers:
-                with naming(path):
-                    run_to_end(transfer)
+                    transfers.append((number, transfer))
+                wanted = []
+                for number, transfer in transfers:
+                    try:
+                        with naming(self._shares[number].path):
+                            run_to_end(transfer)
+                    except (OSError, Damaged) as failure:
+                        if not self._is_elsewhere(number, failure):
+                            raise
+                        wanted.append(number)
 
 
 def open_each(
-    manifest: Manifest, number: int, directories: Sequence[str], failures: list[Failure]
+    manifest: Manifest,
+    number: int,
+    directories: Sequence[str],
+    failures: list[Failure],
+    *,
+    after: str = "",
 ) -> Iterator[OpenShare]:
     """Open a share in one directory after the other, of those that have it.
 
-    failures: takes what is wrong with it in those where it cannot be opened.
+    failures: takes what is wrong with it in those where it cannot be opened. after: a path; those
+        behind it are opened.
     """
-    for path in places_of(manifest.shares[number], directories):
+    places = places_of(manifest.shares[number], directories)
+    for path in places[places.index(after) + 1 if after else 0 :]:
         try:
             share = OpenShare(path, manifest, number)
         except (FileNotFoundError, NotADirectoryError):
@@ -307,6 +344,25 @@ def open_share(manifest: Manifest, number: int, directories: Sequence[str]) -> O
     elif failures:
         raise failures[0]
     return share
+
+
+def open_others(
+    manifest: Manifest,
+    number: int,
+    share: OpenShare,
+    directories: Sequence[str],
+    closing: contextlib.ExitStack,
+) -> Iterator[OpenShare]:
+    """Yield a share, and then what the directories behind its own have of it, open.
+
+    closing: closes these.
+    """
+    yield share
+    failures = list[Failure]()
+    for other in open_each(manifest, number, directories, failures, after=share.path):
+        pass_over(failures)
+        failures.clear()
+        yield closing.enter_context(other)
 
 
 @contextlib.contextmanager
@@ -443,6 +499,7 @@ __all__ = [
     "newest_of",
     "none_in",
     "open_each",
+    "open_others",
     "open_share",
     "opened_shares",
     "pass_over",

@@ -305,8 +305,11 @@ class FarShare:
         found = decode_header(content, self._manifest, self._number, self.path)
         self.ranges, self.container = found
 
-    def read_container(self) -> None:
-        """Fetch what is read bit by bit."""
+    def open_to_load(self) -> None:
+        """Have the header, and fetch what is read bit by bit."""
+        if self._opening is None:
+            self.begin_opening()
+        self.finish_opening()
         at, size = self.container
         content = bytearray(size)
         self.read([(memoryview(content), at)])

@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,10 +65,11 @@ def save_and_save(places: list[str], step: int, beside: bool) -> None:
             step += 1
 
 
-def save_once(places: list[str], step: int, size: int = 500_001) -> None:
+def save_once(places: list[str], step: int, size: int = 500_001, copies: int = 1) -> None:
     """As a rank: save tensors of so many elements."""
     state = {str(number): torch.full((size,), step, dtype=torch.int32) for number in range(8)}
-    client.save_shares(state, places[dist.get_rank() * len(places) // dist.get_world_size()])
+    own = places[dist.get_rank() * len(places) // dist.get_world_size()]
+    client.save_shares(state, own, copies=copies)
 
 
 def load_own(places: list[str]) -> int:
@@ -142,10 +143,10 @@ def test_a_full_device_of_one_node_is_found_before_the_first_byte(
             devices.empty(number)
 
 
-def load_damaged(places: list[str]) -> str:
-    """As a rank that sees one of the directories."""
+def load_damaged(seen: Sequence[str | list[str]]) -> str:
+    """As a rank that sees one of the directories, or some."""
     with pytest.raises((OSError, client.RankFailed)) as refused:
-        client.load(places[dist.get_rank()])
+        client.load_shares(seen[dist.get_rank()])
     return f"{type(refused.value).__name__} {refused.value}"
 
 
@@ -169,6 +170,38 @@ def test_damaged_bytes_are_not_loaded(nodes: list[Mount], forks: Worlds) -> None
     flip(damaged.path, damaged.offset + 77)
     nodes[1].remount()
     assert forks.start(2, load_own, places).values() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("seen", "block"),
+    [([[0], [1]], 20), ([[0], [], [1]], 20), ([[0, 1], [0, 1]], 20), ([[1], [], [0]], -1)],
+    ids=["each its own", "one nothing", "both", "what is read bit by bit"],
+)
+def test_what_cannot_be_read_is_read_of_the_copy(
+    nodes: list[Mount], tmp_path: Path, forks: Worlds, seen: list[list[int]], block: int
+) -> None:
+    """By ranks that see one, or none, or both; an error names the share if both are damaged."""
+    places = places_of(nodes)
+    forks.start(2, save_once, places, 1, 500_001, 2).values()
+    own = [[places[number] for number in each] or [str(tmp_path)] for each in seen]
+    shares = sorted(file.name for file in Path(places[0]).glob("*.share"))
+    damage_file(nodes[0], Path(places[0], shares[0]), block)
+    damage_file(nodes[1], Path(places[1], shares[1]), block)
+    assert forks.start(len(seen), load_there, own).values() == [1] * len(seen)
+    assert step_of(client.load(places)) == 1
+    damage_file(nodes[0], Path(places[0], shares[1]), block)
+    for said in forks.start(len(seen), load_damaged, own).values():
+        assert "Errno 5" in said
+        assert shares[1] in said
+
+
+def damage_file(mount: Mount, path: Path, block: int) -> None:
+    """Change a bit of a block of a file that a mount has."""
+    damaged = blocks_of(mount, path)[block]
+    mount.expect_log(damaged.log_pattern())
+    mount.unmount()
+    flip(damaged.path, damaged.offset + 77)
+    mount.mount()
 
 
 def load_there(seen: list[list[str]]) -> int:
