@@ -20,6 +20,7 @@ import torch
 from fpfs.testing.mounted import Mount, mounted
 from tests.support.memory_group import limited_memory
 from tests.support.processes import expect_line
+from tests.support.states import only_value
 
 pytestmark = pytest.mark.clients
 
@@ -99,8 +100,7 @@ def step_of(path: Path) -> int:
     """The step that a checkpoint is of, whose tensors are all there and of one step."""
     state = torch.load(path)
     assert len(state) == TENSORS
-    (step,) = {int(value) for tensor in state.values() for value in tensor.unique()}
-    return step
+    return only_value(state.values())
 
 
 def last_saved(program: subprocess.Popen[str]) -> int:

@@ -11,7 +11,7 @@ import threading
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -259,9 +259,9 @@ def numbered(step: int) -> dict[str, Any]:
     return {"step": step, "weight": torch.full((300_000,), float(step))}
 
 
-def only_value(state: dict[str, torch.Tensor]) -> int:
+def only_value(tensors: Iterable[torch.Tensor]) -> int:
     """The one value that all elements of all tensors have."""
-    (value,) = {int(bound) for tensor in state.values() for bound in tensor.aminmax()}
+    (value,) = {int(bound) for tensor in tensors for bound in tensor.aminmax()}
     return value
 
 

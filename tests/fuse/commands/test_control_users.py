@@ -23,7 +23,7 @@ from fpfs.core.protocol.control import peer, runtime_folders, socket_path
 from fpfs.core.protocol.questions import AnyQuestion
 from fpfs.daemon.control.limits import CONNECTIONS_ONE_MAX, REQUEST_BYTES_MAX
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
-from tests.support.seeds import chosen_seed
+from tests.support.seeds import IS_LONG, chosen_seed
 
 NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 MEMBER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--groups=games")
@@ -360,7 +360,7 @@ LINES = st.one_of(
 
 
 @hypothesis.settings(
-    max_examples=150,
+    max_examples=150 if IS_LONG else 60,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(lines=st.lists(LINES, max_size=5), is_cut=st.booleans())

@@ -84,7 +84,7 @@ def step_of(path: Path) -> int:
     """The step that a checkpoint is of, whose tensors are all there and of one step."""
     state = client.load(path)
     assert len(state) == 8
-    return only_value(state)
+    return only_value(state.values())
 
 
 def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:

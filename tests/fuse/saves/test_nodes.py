@@ -80,7 +80,7 @@ def load_own(places: list[str]) -> int:
 def step_of(state: dict[str, torch.Tensor]) -> int:
     """The step that a checkpoint is of, whose tensors are all there and of one step."""
     assert len(state) == 8
-    return only_value(state)
+    return only_value(state.values())
 
 
 def test_whoever_is_killed_there_is_a_whole_checkpoint(nodes: list[Mount], forks: Worlds) -> None:
@@ -174,22 +174,25 @@ def test_damaged_bytes_are_not_loaded(nodes: list[Mount], forks: Worlds) -> None
 
 @pytest.mark.parametrize(
     ("seen", "block"),
-    [([[0], [1]], 20), ([[0], [], [1]], 20), ([[0, 1], [0, 1]], 20), ([[1], [], [0]], -1)],
-    ids=["each its own", "one nothing", "both", "what is read bit by bit"],
+    [([[0], [1]], 20), ([[0, 1], [0, 1]], 20), ([[1], [], [0]], -1)],
+    ids=["each its own", "both", "one nothing"],
 )
 def test_what_cannot_be_read_is_read_of_the_copy(
     nodes: list[Mount], tmp_path: Path, forks: Worlds, seen: list[list[int]], block: int
 ) -> None:
-    """By ranks that see one, or none, or both; an error names the share if both are damaged."""
+    """By ranks that see one, or both, or none, for which what is read bit by bit is damaged, too.
+
+    An error names the share if both are damaged.
+    """
     places = places_of(nodes)
     forks.start(2, save_once, places, 1, 500_001, 2).values()
     own = [[places[number] for number in each] or [str(tmp_path)] for each in seen]
     shares = sorted(file.name for file in Path(places[0]).glob("*.share"))
     damage_file(nodes[0], Path(places[0], shares[0]), block)
-    damage_file(nodes[1], Path(places[1], shares[1]), block)
+    damage_file(nodes[1], Path(places[1], shares[1]), 20)
     assert forks.start(len(seen), load_there, own).values() == [1] * len(seen)
     assert step_of(client.load(places)) == 1
-    damage_file(nodes[0], Path(places[0], shares[1]), block)
+    damage_file(nodes[0], Path(places[0], shares[1]), 20)
     for said in forks.start(len(seen), load_damaged, own).values():
         assert "Errno 5" in said
         assert shares[1] in said
