@@ -36,7 +36,7 @@ from tests.support.failures.hostile import suspended
 from tests.support.processes import DEADLINE_S, python_child
 from tests.support.ranks import Worlds
 from tests.support.seeds import IS_LONG, chosen_seed
-from tests.support.servers import assert_read, kill, reads_of, stop
+from tests.support.servers import assert_read, kill, reads_of, stop, wait_for_exit
 from tests.support.states import large_state, odd_state, only_value, same
 from tests.support.waiting import wait_until
 
@@ -85,6 +85,15 @@ def step_of(path: Path) -> int:
     state = client.load(path)
     assert len(state) == 8
     return only_value(state.values())
+
+
+def nothing_is_left_by_a_save(path: Path) -> bool:
+    """Whether another save leaves nothing else, and removes what killed ones have left.
+
+    A mount learns a moment after a process has ended that its files are locked no more.
+    """
+    client.save({}, path)
+    return os.listdir(path.parent) == [path.name]
 
 
 def test_both_ways_with_torch(directory: Path, mount: Mount) -> None:
@@ -229,9 +238,8 @@ def test_ranks_that_are_killed_leave_a_whole_file(own: Mount, forks: Worlds) -> 
         else:
             world.end()
         last = step_of(path)
-    # Nothing else is left, of those of whom nobody was left either.
-    client.save({}, path)
-    wait_until(lambda: os.listdir(own.root) == ["state.pt"])
+    # Of those of whom nobody was left either.
+    wait_until(lambda: nothing_is_left_by_a_save(path))
 
 
 def test_a_mount_that_goes_away_leaves_a_whole_file(own: Mount, forks: Worlds) -> None:
@@ -284,12 +292,12 @@ def test_a_saver_that_is_killed_leaves_a_whole_file(own: Mount, how: str) -> Non
             # At any moment of what a save does, and of what it does not.
             time.sleep(chance.uniform(0, DELAY_S))
             os.kill(pid, signal.SIGKILL)
+            wait_for_exit(pid)  # it may give a file its name until then
             found = step_of(path)
             assert found > last
             last = found
-    # Nothing else is left, of all that were killed.
-    client.save({}, path)
-    wait_until(lambda: os.listdir(own.root) == ["state.pt"])
+    # Of all that were killed.
+    wait_until(lambda: nothing_is_left_by_a_save(path))
 
 
 def test_a_server_that_is_killed_is_not_noticed(
