@@ -133,7 +133,7 @@ def restart(mountpoint: str, /, *, timeout: float = RESTART_TIMEOUT_S, json: Jso
             client.wait_for_exit(timeout_s=timeout)
         with ControlClient(entry, asked=asked) as client:
             after = client.ask(AskStatus(), timeout_s=timeout)
-    if after.version != installed.version:
+    if after.version == before.version != installed.version:
         raise Refused(
             asked=asked,
             wrong=f"fpfs {installed.version} could not be executed, and {after.version} goes on",
