@@ -308,17 +308,16 @@ def _ranges(index: int, part: Part, later: Held) -> Iterator[_Range]:
     whole = set(part.whole)
     for number, start, end in _extents(part.container, part.share, whole):
         record = part.container.record(number)
-        found = _Range(
+        yield _Range(
             index,
             number,
             start,
             record.storage,
             record.start + start,
             end - start,
-            is_held=False,
+            is_held=later.has(record.storage),
             is_needed=number in whole,
         )
-        yield found._replace(is_held=True) if later.ranges and later.covers(found.source) else found
 
 
 def _extents(container: Container, share: Share, whole: Set[int]) -> list[tuple[int, int, int]]:

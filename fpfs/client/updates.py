@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
@@ -23,23 +23,20 @@ from fpfs.client.sharding import is_dtensor
 
 logger = logging.getLogger(__name__)
 
-Range = tuple[int, int]
-"""Addresses: from where to where."""
+_Key = tuple[torch.device, int]
+"""Of a storage: its device and address."""
 
 
 class Held(NamedTuple):
-    """Tensors that do not change until the next step."""
+    """Storages that do not change until the next step."""
 
-    ranges: dict[tuple[torch.device, int], list[Range]]
-    """What they are of each storage, by the storage's device and address, in order, without gaps
-    between."""
-    versions: list[tuple[torch.Tensor, int]]
+    storages: Set[_Key]
+    versions: Sequence[tuple[torch.Tensor, int]]
+    """Of the tensors in them."""
 
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether of these bytes, without gaps, none is another tensor's alone."""
-        first = tensor.data_ptr()
-        found = self.ranges.get((tensor.device, tensor.untyped_storage().data_ptr()), [])
-        return any(begin <= first and first + tensor.nbytes <= end for begin, end in found)
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is one."""
+        return bool(self.storages) and _key_of(storage) in self.storages
 
     def check(self) -> None:
         """Raise RuntimeError if one has changed, as far as torch counts changes.
@@ -55,7 +52,7 @@ class Held(NamedTuple):
                 )
 
 
-NOTHING_HELD = Held({}, [])
+NOTHING_HELD = Held(frozenset(), ())
 
 
 class Reading(Protocol):
@@ -138,9 +135,14 @@ class Updates:
                 saving.update_wait_s += time.monotonic() - started
 
     def hold(self) -> Held:
-        """What does not change from now until the next step, of devices that are copied beside."""
-        ranges: dict[tuple[torch.device, int], list[Range]] = {}
-        versions = []
+        """What does not change from now until the next step, of devices that are copied beside.
+
+        Of a storage that has other bytes, too, nothing: tensors that share it share a counter of
+        changes, so that what changes these bytes counts as a change of all.
+        """
+        tensors: dict[_Key, list[torch.Tensor]] = {}
+        sizes: dict[_Key, int] = {}
+        ranges: dict[_Key, list[tuple[int, int]]] = {}
         for optimizer in self.optimizers:
             for tensor in _tensors_of(optimizer):
                 with torch.no_grad():
@@ -150,12 +152,14 @@ class Updates:
                     continue
                 is_beside = local.device.type == "cpu" or has_streams(local.device)
                 if is_beside and local.layout is torch.strided and _is_dense(local):
-                    storage, first = local.untyped_storage().data_ptr(), local.data_ptr()
-                    ranges.setdefault((local.device, storage), []).append(
-                        (first, first + local.nbytes)
-                    )
-                    versions += [(each, each._version) for each in (tensor, local)]  # noqa: SLF001
-        return Held({storage: _joined(found) for storage, found in ranges.items()}, versions)
+                    storage, first = local.untyped_storage(), local.data_ptr()
+                    key = _key_of(storage)
+                    sizes[key] = storage.nbytes()
+                    ranges.setdefault(key, []).append((first, first + local.nbytes))
+                    tensors.setdefault(key, []).extend((tensor, local))
+        held = {each for each, found in ranges.items() if _length_of(found) == sizes[each]}
+        counted = [tensor for each in held for tensor in tensors[each]]
+        return Held(held, [(each, each._version) for each in counted])  # noqa: SLF001
 
     def close(self) -> None:
         """Let steps no longer wait, and forget the optimizers."""
@@ -202,14 +206,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _joined(ranges: list[Range]) -> list[Range]:
-    found: list[Range] = []
+def _key_of(storage: torch.UntypedStorage) -> _Key:
+    return storage.device, storage.data_ptr()
+
+
+def _length_of(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many bytes these have, from where to where, which may overlap."""
+    length, reached = 0, 0
     for first, end in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((first, end))
-    return found
+        length += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return length
 
 
 __all__ = ["NOTHING_HELD", "Held", "Updates", "ends", "give_up"]

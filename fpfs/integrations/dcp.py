@@ -614,7 +614,7 @@ class _Found:
                 key = _same_bytes(local)
                 is_again = key in self._places
                 at = self._places.setdefault(key, self.bytes)
-                is_held = _is_plain(local) and self._later.covers(local)
+                is_held = _is_plain(local) and self._later.has(local.untyped_storage())
                 self._parts[id(value)] = _Part(value, local, at, is_again, is_held)
                 if not is_again:
                     self.bytes += -(-local.nbytes // ALIGNMENT) * ALIGNMENT

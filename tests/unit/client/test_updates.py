@@ -113,6 +113,25 @@ def test_what_shares_memory_with_others_is_copied_at_once(
     assert same(torch.load(path), before)
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_counts_changes_with_others_is_copied_at_once(
+    path: Path, copy_on: Callable[[], None], is_saved: bool
+) -> None:
+    """A buffer that shares a tensor with parameters: what changes it changes no parameter."""
+    flat = torch.ones(3 * FEATURES)
+    parameter, buffer = torch.nn.Parameter(flat[: 2 * FEATURES]), flat[2 * FEATURES :]
+    other = torch.nn.Parameter(torch.ones(FEATURES))
+    optimizer = torch.optim.SGD([parameter, other], lr=0.1)
+    state = {"parameter": parameter, "other": other} if is_saved else {"other": other}
+    before = copy.deepcopy(state)
+    with AsyncSaver(optimizers=optimizer) as saver:
+        saving = saver.save(state, path)
+        buffer.add_(1)
+        copy_on()
+        assert saving.durable.result(60)
+    assert same(torch.load(path), before)
+
+
 def test_gaps_between_elements_are_copied_at_once(path: Path, copy_on: Callable[[], None]) -> None:
     whole = torch.zeros(4, FEATURES)
     parameters = [torch.nn.Parameter(torch.zeros(3, FEATURES).T), torch.nn.Parameter(whole[:, 1:])]
