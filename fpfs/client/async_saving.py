@@ -10,6 +10,7 @@ bounded number of saves under way: the next one waits for the oldest, and uses i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -484,20 +485,22 @@ class _Thread:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
         self._name = name
         self._is_started = False
         self._end = weakref.finalize(self, self._calls.put, None)
         self._end.atexit = False
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Make a call, after those before."""
+        """Make a call, after those before. RuntimeError if there can be no thread for it."""
+        if not self._is_started:
+            threading.Thread(
+                target=_make_calls, args=(self._calls, self._turn), name=self._name, daemon=True
+            ).start()
+            # An interrupt that comes before this makes another thread begin, beside this one.
+            self._is_started = True
         future: Future[T] = Future()
         self._calls.put(functools.partial(_make, future, call, arguments))
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(
-                target=_make_calls, args=(self._calls,), name=self._name, daemon=True
-            ).start()
         return future
 
     def end(self) -> None:
@@ -505,10 +508,14 @@ class _Thread:
         self._end()
 
 
-def _make_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # It has what is saved.
+def _make_calls(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
+    while True:
+        with turn:
+            if (call := calls.get()) is None:
+                calls.put(None)  # for a thread beside this one
+                return
+            call()
+            del call  # It has what is saved.
 
 
 def _make(future: Future[T], call: Callable[..., T], arguments: Sequence[Any]) -> None:
@@ -524,27 +531,49 @@ class _AtExit:
     def __init__(self) -> None:
         self._under_way: dict[Future[None], tuple[Saving, float]] = {}
         """What writes a save, and calls who waits for it; with `timeout_s`."""
-        # As concurrent.futures does: when threads are waited for, and still may begin others.
-        threading._register_atexit(self._finish)  # type: ignore[attr-defined]  # noqa: SLF001
+        self._has_ended = False
+        # The first is called before other threads are waited for, which may save until they end;
+        # what multiprocessing forks calls no other.
+        try:
+            threading._register_atexit(self._finish)  # type: ignore[attr-defined]  # noqa: SLF001
+        except RuntimeError:  # The main thread has ended, or calls such a function just now.
+            self._has_ended = threading.current_thread() is threading.main_thread()
+        atexit.register(self._end)
         # A child has no threads that would finish anything.
         os.register_at_fork(after_in_child=self._under_way.clear)
 
     def add(self, saving: Saving, written: Future[None], *, timeout_s: float) -> None:
-        """Finish a save."""
+        """Finish a save: at once, if nothing else is called before the process ends."""
         self._under_way[written] = (saving, timeout_s)
         written.add_done_callback(lambda _: self._under_way.pop(written, None))
+        if self._has_ended:
+            self._finish()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._finish()
 
     def _finish(self) -> None:
-        for written, (saving, timeout_s) in tuple(self._under_way.items()):
-            with contextlib.suppress(TimeoutError):
-                written.exception(min(SAY_AFTER_S, timeout_s))
-                continue
-            logger.warning("the process ends when this save has: %r", saving)
-            silent_s = 2 * timeout_s  # as long as a rank waits for others
-            if not ends(written, moved=saving.moved, silent_s=silent_s):
-                error = TimeoutError(f"no byte was moved for {silent_s:.0f} s")
-                logger.error("%s is given up: %s, and the process ends", saving.path, error)
-                saving.fail(error)
+        try:
+            for written, (saving, timeout_s) in tuple(self._under_way.items()):
+                with contextlib.suppress(TimeoutError):
+                    written.exception(min(SAY_AFTER_S, timeout_s))
+                    continue
+                logger.warning("the process ends when this save has: %r", saving)
+                silent_s = 2 * timeout_s  # as long as a rank waits for others
+                if not ends(written, moved=saving.moved, silent_s=silent_s):
+                    self._give_up(written, TimeoutError(f"no byte was moved for {silent_s:.0f} s"))
+        except BaseException:
+            for written in tuple(self._under_way):
+                self._give_up(written, InterruptedError("interrupted"))
+            raise
+
+    def _give_up(self, written: Future[None], error: OSError) -> None:
+        found = self._under_way.pop(written, None)
+        if found is not None:
+            saving, _ = found
+            logger.error("%s is given up: %s, and the process ends", saving.path, error)
+            saving.fail(error)
 
 
 _at_exit = _AtExit()

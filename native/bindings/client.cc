@@ -1,6 +1,7 @@
 // What clients of a mount use, for fpfs.client.
 //
 // Threads: calls that wait run without the GIL.
+#include <cxxabi.h>
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include "base/file_descriptor.h"
 #include "bindings.h"
@@ -28,6 +30,26 @@ using StripTuples =
 
 constexpr double kCloseStepSeconds = 60;
 
+// Without the GIL. Python 3.13 and older end a daemon's thread that wants the GIL back while the
+// interpreter goes, by unwinding it, which C++ does not survive here: such a thread stands still
+// until the process has ended, as Python 3.14 has it.
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (const abi::__forced_unwind&) {
+      while (true) ::pause();
+    }
+  }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // A transfer, with what it needs until it ends, whatever interrupts its caller: the owners of the
 // memory and a descriptor of its own. Goes without the GIL, since what is in flight is waited for.
 template <typename T>
@@ -41,14 +63,14 @@ struct Transfer {
     if (!fd) check(Status::from_errno("the file's descriptor"));
   }
   ~Transfer() {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     native.reset();
     fd.reset();
   }
   // Begins nothing more, waits for what is under way and lets go of everything but what it found.
   void close() {
     {
-      const nb::gil_scoped_release release;
+      const GilReleased released;
       native->cancel();
       while (!native->wait(kCloseStepSeconds)) {
       }
@@ -121,7 +143,7 @@ nb::class_<Transfer<T>> bind_transfer(nb::module_& module, const char* name) {
   return nb::class_<Transfer<T>>(module, name)
       .def(
           "wait", [](Transfer<T>& self, double seconds) { return self.native->wait(seconds); },
-          nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("seconds"), nb::call_guard<GilReleased>())
       .def("close", [](Transfer<T>& self) { self.close(); })
       .def("check", [](Transfer<T>& self) { check(self.native->status()); });
 }
@@ -154,7 +176,7 @@ void bind_client(nb::module_& module) {
       "reserve_file",
       [](int fd, uint64_t size) {
         check([&] {
-          const nb::gil_scoped_release release;
+          const GilReleased released;
           return reserve_file(fd, size);
         }());
       },

@@ -7,8 +7,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fpfs import client
-from fpfs.client import AsyncSaver, Plan, Topology, agreement, snapshot, writing
+from fpfs.client import AsyncSaver, Plan, Topology, agreement, async_saving, snapshot, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
@@ -523,6 +521,60 @@ def test_it_is_waited_for_as_long_as_it_moves() -> None:
     assert ends(future, moved=moved, silent_s=60)
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+@pytest.mark.parametrize("name", ["fpfs-copy", "fpfs-save"])
+def test_a_thread_that_cannot_begin(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_begun: bool
+) -> None:
+    """No save is made, as if it had not been asked for, and the next one is."""
+    client.save({"step": 1}, path)
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if has_begun or thread.name != name:
+            start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt if has_begun else RuntimeError("can't start new thread")
+
+    with AsyncSaver(timeout_s=60) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                saver.save({"step": 2}, path)
+        assert client.load(path) == {"step": 1}
+        assert os.listdir(path.parent) == [path.name]
+        for step in (3, 4):
+            saver.save({"step": step}, path).durable.result(60)
+            assert client.load(path) == {"step": step}
+
+
+def test_a_thread_that_an_interrupt_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads make one call after the other, as one does, and both end."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        threads.append(thread)
+        if len(threads) == 1:
+            raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    thread = async_saving._Thread("twice")
+    with pytest.raises(KeyboardInterrupt):
+        thread.submit(lambda: None)
+    has_begun = threading.Event()
+    waited = thread.submit(has_begun.wait, 0.2)
+    thread.submit(has_begun.set)
+    assert not waited.result(60)
+    assert has_begun.wait(60)
+    thread.end()
+    for each in threads:
+        each.join(60)
+        assert not each.is_alive()
+    assert len(threads) == 2
+
+
 def test_a_child_makes_its_own(path: Path, held: Callable[[], None]) -> None:
     with AsyncSaver() as saver:
         saver.save({"step": 1}, path)
@@ -536,49 +588,6 @@ def test_a_child_makes_its_own(path: Path, held: Callable[[], None]) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         held()
     assert client.load(path) == {"step": 1}
-
-
-def test_the_end_of_the_process_waits(path: Path) -> None:
-    """Also for what is done when a save has ended."""
-    code = (
-        "import os, sys, time, torch; from fpfs.client import AsyncSaver\n"
-        "def tell(_):\n"
-        "    time.sleep(0.5)\n"
-        "    os.link(sys.argv[1], sys.argv[1] + '.done')\n"
-        "saving = AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])\n"
-        "saving.durable.add_done_callback(tell)"
-    )
-    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=120)
-    assert client.load(path)["step"].unique().tolist() == [3]
-    assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.done"]
-
-
-def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
-    code = (
-        "import signal, sys; from fpfs.client import AsyncSaver, async_saving, writing\n"
-        "async_saving.SAY_AFTER_S = 0.1\n"
-        "writing.write_pieces = lambda *_, **__: signal.pause()\n"
-        "AsyncSaver(timeout_s=0.5).save({'step': 3}, sys.argv[1]).staged.result()"
-    )
-    words = [sys.executable, "-c", code, path]
-    done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
-    *_, said, given_up = done.stderr.splitlines()
-    assert said.startswith(f"the process ends when this save has: <Saving {path}: staged, 0 of ")
-    assert given_up == f"{path} is given up: no byte was moved for 1 s, and the process ends"
-    assert not path.exists()
-
-
-def test_the_end_of_the_process_names_what_fails(path: Path) -> None:
-    code = (
-        "import resource, signal, sys, torch; from fpfs.client import AsyncSaver\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "AsyncSaver().save({'step': torch.full((10**7,), 3)}, sys.argv[1])"
-    )
-    words = [sys.executable, "-c", code, path]
-    done = subprocess.run(words, check=True, timeout=120, stderr=subprocess.PIPE, text=True)
-    assert f"{path} was not saved: OSError: [Errno 27] " in done.stderr
-    assert os.listdir(path.parent) == []
 
 
 def test_a_state_that_grows(path: Path) -> None:
