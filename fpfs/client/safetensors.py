@@ -371,13 +371,19 @@ class _Model(NamedTuple):
     def divide(self, tensors: Mapping[str, Any], shard_bytes: int) -> dict[str, Any]:
         """What goes to which file, in order: tensors, and the index as bytes if there are several.
 
-        As huggingface_hub divides: in order; a tensor that is larger has a file of its own.
+        As huggingface_hub divides: in order; a tensor that is larger has a file of its own, and all
+        tensors without elements are where the first of them is.
         """
         full: list[dict[str, Any]] = []
         current: dict[str, Any] = {}
+        empty: dict[str, Any] | None = None
         current_bytes = total_bytes = 0
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.itemsize
+            if size == 0:
+                empty = current if empty is None else empty
+                empty[name] = tensor
+                continue
             total_bytes += size
             if size > shard_bytes:
                 full.append({name: tensor})

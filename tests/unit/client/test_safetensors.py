@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -193,11 +193,12 @@ def sizes_to_tensors(sizes: list[int]) -> dict[str, torch.Tensor]:
 
 
 @settings(max_examples=60)
+@example(sizes=[0, 30, 30, 0], limit=30)
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=9), limit=st.integers(1, 60))
 def test_shards_are_hugging_faces(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
 ) -> None:
-    """Files, what is in which, and the index."""
+    """Files, what is in which, and what the index says."""
     tensors = sizes_to_tensors(sizes)
     folder = tmp_path_factory.mktemp("shards")
     expected = huggingface_hub.split_torch_state_dict_into_shards(
@@ -210,9 +211,9 @@ def test_shards_are_hugging_faces(
             found[path.name] = sorted(file.keys())
     assert found == {name: sorted(some) for name, some in expected.filename_to_tensors.items()}
     if expected.is_sharded:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == expected.metadata
-        assert index["weight_map"] == expected.tensor_to_filename
+        index = {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
+        text = (folder / "model.safetensors.index.json").read_text()
+        assert text == json.dumps(index, indent=2, sort_keys=True) + "\n"
         assert saved.path == str(folder / "model.safetensors.index.json")
     assert len(os.listdir(folder)) == len(found) + expected.is_sharded
     assert saved.bytes == sum(path.stat().st_size for path in folder.iterdir())
