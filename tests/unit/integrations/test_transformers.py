@@ -26,7 +26,8 @@ from transformers.trainer_callback import ExportableState
 
 from fpfs.client import async_saving, writing
 from fpfs.integrations import transformers
-from fpfs.integrations.transformers import FORMER, UNFINISHED, FpfsCallback
+from fpfs.integrations.transformers import FORMER, REMOVED, UNFINISHED, FpfsCallback
+from tests.support.failures.calls import tell_steps, told_steps
 from tests.support.states import same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
@@ -538,6 +539,27 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     trainer_of(tmp_path, 2, by_fpfs=True).train()
     assert checkpoints(tmp_path) == ["checkpoint-2"]
     assert not (tmp_path / "checkpoint-2" / "of before").exists()
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its files, and their names; and its own name before the one that it replaces goes."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    trainer_of(run, 2, by_fpfs=True).train()
+    tell_steps(log, monkeypatch)
+    trainer_of(run, 2, by_fpfs=True).train()
+    steps = told_steps(log, run)
+    replaced = steps.index(f"name {FORMER}checkpoint-2")
+    unfinished = f"{UNFINISHED}checkpoint-2"
+    files = checkpoints(run / "checkpoint-2")
+    assert {f"flush {unfinished}/{name}" for name in files} <= set(steps[:replaced])
+    assert steps[replaced - 1] == f"flush {unfinished}"
+    assert steps[replaced + 1 : replaced + 4] == [
+        "name checkpoint-2",
+        "flush .",
+        f"name {REMOVED}checkpoint-2",
+    ]
 
 
 def test_what_killed_runs_have_left_goes(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What survives power loss before the next step of a save: the order of its system calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fpfs import client
+from fpfs.client import planning, replacement
+from tests.support.failures.calls import tell_steps, told_steps
+from tests.support.ranks import Worlds
+from tests.support.states import numbered, save_state
+
+
+def save_shares_and_tell(root: str, log: str) -> None:
+    """As a rank: save as on fpfs, where what nobody asks for is not flushed."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(replacement, "is_on_fpfs", lambda _: True)
+    tell_steps(Path(log), patch)
+    save_state(root, nodes=2, step=2, copies=2)
+
+
+def test_shares_and_copies_are_durable_before_a_manifest_names_them(
+    forks: Worlds, tmp_path: Path
+) -> None:
+    """And the manifest before former shares go; each node does so in its own directory."""
+    root, log = tmp_path / "root", tmp_path / "log"
+    forks.start(2, save_state, root, 2, 1, 2).values()
+    forks.start(2, save_shares_and_tell, root, log).values()
+    steps = [step.partition("-of-")[0] for step in told_steps(log, root)]
+
+    def made(node: int, name: str) -> list[str]:
+        place = f"node{node}/step7"
+        return [f"flush {place}/{name}", f"name {place}/{name}", f"flush {place}"]
+
+    for node, names in enumerate([("00000", "00001"), ("00001", "00000")]):
+        expected = [step for name in (*names, "manifest.json") for step in made(node, name)]
+        own = [step for step in steps if f" node{node}/" in step]
+        assert own[:9] == expected
+        assert sorted(own[9:]) == [f"remove node{node}/step7/{name}" for name in sorted(names)]
+    shares = 2 * 2 * 3
+    assert not any("manifest.json" in step for step in steps[:shares])
+    assert steps[shares : shares + 3] == made(0, "manifest.json")
+
+
+def save_and_tell(path: str, log: str) -> None:
+    """As a rank: save one file. Rank 1 writes of it, too."""
+    planning.CHUNK_BYTES_DEFAULT = 1 << 16  # type: ignore[attr-defined]
+    assert dist.get_world_size() == 2
+    tell_steps(Path(log), pytest.MonkeyPatch())
+    client.save(numbered(1), path)
+
+
+def test_each_rank_flushes_what_it_has_written(forks: Worlds, tmp_path: Path) -> None:
+    """Elsewhere than on fpfs, before the file has its name, whether it is to be durable or not."""
+    log = tmp_path / "log"
+    forks.start(2, save_and_tell, tmp_path / "state.pt", log).values()
+    assert told_steps(log, tmp_path) == ["flush state.pt"] * 2 + ["name state.pt"]
