@@ -667,6 +667,8 @@ class SharesSave:
         """Remove shares of former checkpoints, and what killed saves have left."""
         with locked_directory(self.path):
             newest = _readable_manifest(self.path)
+            # Without locks an earlier one may have been written since, of another group: its shares
+            # stay.
             first = self._checkpoint if newest is None else min(newest.checkpoint, self._checkpoint)
             self._remove_left(before=first.number)
 

@@ -480,6 +480,23 @@ def test_a_save_that_another_one_overtakes(tmp_path: Path, monkeypatch: pytest.M
     assert len(os.listdir(tmp_path)) == 2
 
 
+def test_the_shares_of_the_manifest_that_is_there_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no locks, an earlier checkpoint's may be written behind a later one's."""
+    save_shares(numbered(1), tmp_path)
+    earlier = (tmp_path / "manifest.json").read_bytes()
+    remove = saving.SharesSave._remove_former
+
+    def be_overwritten(self: saving.SharesSave) -> None:
+        (tmp_path / "manifest.json").write_bytes(earlier)
+        remove(self)
+
+    monkeypatch.setattr(saving.SharesSave, "_remove_former", be_overwritten)
+    save_shares(numbered(2), tmp_path)
+    assert same(client.load(tmp_path), numbered(1))
+
+
 def test_a_directory_that_cannot_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
