@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +15,8 @@ from tests.support.processes import REPOSITORY
 
 AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 """What goes before a command that nobody is to run. Only root may."""
+NOBODY = 65534
+"""The user."""
 
 
 @functools.cache
@@ -29,3 +34,13 @@ def need_nobody() -> None:
     """Skip the test where nobody cannot run fpfs."""
     if not _runs_fpfs():
         pytest.skip("nobody can execute no Python that has fpfs")
+
+
+@contextlib.contextmanager
+def being_nobody() -> Iterator[None]:
+    """Have this process, of root, act as nobody, in root's groups."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

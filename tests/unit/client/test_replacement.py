@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from fpfs.client import replacement
 from fpfs.client.replacement import Replacement
 from fpfs.core.temporary_names import PREFIX
+from tests.support.nobody import NOBODY, being_nobody
 
 
 @contextlib.contextmanager
@@ -128,6 +130,21 @@ def test_nobody_is_let_in_on_the_way(tmp_path: Path, mode: int, monkeypatch: Any
     with Replacement(str(path)) as replacement:
         made = stat.S_IMODE(os.fstat(replacement.fd).st_mode)
         assert made & ~mode == 0
+
+
+@pytest.mark.root
+def test_another_group_is_not_let_in() -> None:
+    """Who may not give a file to the group that its former one had."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        path = Path(folder, "state.pt")
+        path.touch()
+        for place, group, mode in ((Path(folder), 0, 0o755), (path, 1234, 0o664)):
+            os.chown(place, NOBODY, group)
+            place.chmod(mode)
+        with being_nobody():
+            replace(path, b"new")
+        found = path.stat()
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (NOBODY, 0, 0o604)
 
 
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:

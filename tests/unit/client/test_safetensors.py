@@ -27,6 +27,7 @@ from fpfs.client import planning, safetensors, save_safetensors, saving, writing
 from fpfs.core import transfers
 from fpfs.core.temporary_names import make_temporary
 from tests.support.failures.calls import full
+from tests.support.nobody import being_nobody
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, Named, odd_state, only_value, random_tensor
 
@@ -34,7 +35,6 @@ from tests.support.states import DTYPES, Named, odd_state, only_value, random_te
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 METADATA = {"format": "pt"}
-NOBODY = 65534
 KNOWN = tuple(dtype for dtype in DTYPES if dtype in safetensors.TYPES)
 
 
@@ -364,15 +364,9 @@ def test_files_that_may_not_be_written_stay() -> None:
             folder.chmod(mode)
             for path in folder.iterdir():
                 path.chmod(of_files)
-            os.seteuid(NOBODY)
-            try:
-                for sizes in ([30, 30], [30]):
-                    with pytest.raises(PermissionError, match=r"m.*\.st"):
-                        save_safetensors(
-                            sizes_to_tensors(sizes), folder / "m.st", max_shard_bytes=30
-                        )
-            finally:
-                os.seteuid(0)
+            for sizes in ([30, 30], [30]):
+                with being_nobody(), pytest.raises(PermissionError, match=r"m.*\.st"):
+                    save_safetensors(sizes_to_tensors(sizes), folder / "m.st", max_shard_bytes=30)
             assert contents(folder) == before
 
 
