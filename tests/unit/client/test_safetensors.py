@@ -26,7 +26,7 @@ from fpfs import client
 from fpfs.client import planning, safetensors, save_safetensors, saving, writing
 from fpfs.core import transfers
 from fpfs.core.temporary_names import make_temporary
-from tests.support.failures.calls import full
+from tests.support.failures.calls import full, tell_steps, told_steps
 from tests.support.nobody import being_nobody
 from tests.support.ranks import Worlds
 from tests.support.states import DTYPES, Named, odd_state, only_value, random_tensor
@@ -262,6 +262,19 @@ def test_what_was_there_of_the_model_goes(tmp_path: Path) -> None:
             assert len(there) == (shards + 1 if shards else 1)
     # Without a limit it is one file, and of others nothing is known.
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 6
+
+
+def test_an_index_goes_before_the_shards_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, log = tmp_path / "root" / "model.safetensors", tmp_path / "log"
+    path.parent.mkdir()
+    save_safetensors(sizes_to_tensors([30] * 9), path, max_shard_bytes=30)
+    tell_steps(log, monkeypatch)
+    save_safetensors(sizes_to_tensors([30]), path, max_shard_bytes=30)
+    removed = [step for step in told_steps(log, path.parent) if step.startswith("remove ")]
+    assert removed[0] == "remove model.safetensors.index.json"
+    assert len(removed) == 10
 
 
 def in_the_way(folder: Path) -> Iterator[None]:
