@@ -105,6 +105,25 @@ def test_training_goes_on_while_it_saves(
     assert_is(torch.load(path), 1)
 
 
+def test_a_file_that_gets_its_name_while_it_is_asked_for_exists(
+    plugin: FpfsCheckpointIO, tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks for the file before the save ends, and then for the save, sees neither."""
+    path = tmp_path / "a.ckpt"
+    plugin.save_checkpoint(checkpoint(1), path)
+    exists = os.path.exists
+
+    def exists_before_the_end(name: Any) -> bool:
+        found = exists(name)
+        if os.fspath(name) == str(path) and plugin._saving is not None:
+            held.may_go_on.set()
+            plugin._saving.durable.result(60)
+        return found
+
+    monkeypatch.setattr(os.path, "exists", exists_before_the_end)
+    assert plugin.exists(path)
+
+
 def test_a_former_checkpoint_stays_until_the_next_is_durable(
     plugin: FpfsCheckpointIO, tmp_path: Path, held: Held
 ) -> None:
