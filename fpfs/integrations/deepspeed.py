@@ -8,7 +8,8 @@ waits: a thread sees to it that `latest` names a checkpoint when all ranks' file
 Invariants:
   * `latest` names a checkpoint whose files are durable, of all ranks.
   * A save that was cut off, by whatever `save_checkpoint` raises, is never named.
-  * What a save has failed of, on whatever rank, all ranks raise at the next call.
+  * What a save has failed of, on whatever rank, all ranks raise at the next call; if it is the
+    checkpoints' directory that cannot be made, at that call: DeepSpeed writes there by itself.
 
 Concurrency: DeepSpeed calls from the training thread. `_conclude` runs in a thread of its own, for
 one checkpoint after the other.
@@ -103,7 +104,16 @@ def register(
         copies=decoupled,
         timeout_s=timeout_s,
     )
+    _replace_methods(engine, registered, decoupled=decoupled)
+    return registered
+
+
+def _replace_methods(
+    engine: DeepSpeedEngine, registered: FpfsCheckpointEngine, *, decoupled: bool
+) -> None:
+    """Have `engine` tell `registered` what DeepSpeed tells no engine of checkpoints."""
     saves, loads = engine.save_checkpoint, engine.load_checkpoint
+    copies_script = engine._copy_recovery_script  # noqa: SLF001
 
     @functools.wraps(saves)
     def save_checkpoint(*arguments: Any, **options: Any) -> Any:
@@ -119,8 +129,14 @@ def register(
         registered.wait()
         return loads(*arguments, **options)
 
+    @functools.wraps(copies_script)
+    def copy_recovery_script(save_path: str) -> None:
+        # Rank 0 alone does, and the others would wait for it in a barrier.
+        with registered.told_by_all():
+            copies_script(save_path)
+
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
-    return registered
+    engine._copy_recovery_script = copy_recovery_script  # noqa: SLF001
 
 
 @dataclasses.dataclass
@@ -167,20 +183,17 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. What that fails of belongs to the checkpoint: all ranks raise it."""
-        try:
+        # Some of these calls are one rank's, for which all wait.
+        with self.told_by_all():
             parents = parents_of_missing(path)
             os.makedirs(path, exist_ok=exist_ok)
             self._unflushed += parents
-        except OSError as error:
-            # Some of these calls are one rank's, for which all wait.
-            logger.error("%s", error)
-            if self._begun is None:
-                self._no_directory = error
-            elif self._begun.failure is None:
-                self._begun.failure = error
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint; raise what the one before has failed of."""
+        """Begin a checkpoint; raise what the one before has failed of.
+
+        Raises on all ranks, too, that a rank could not make the directory, as rank 0 alone knows.
+        """
         if self._closed:
             raise ValueError("the engine was destroyed: give fpfs another one")
         failure, self._no_directory = self._no_directory, None
@@ -190,8 +203,15 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._saver.wait()
         peers = peers_of(self._group, timeout_s=self._timeout_s, call="save_checkpoint")
         folder = os.path.realpath(info.save_dir)
-        self._begun = _Checkpoint(info, folder, peers.__enter__(), failure, self._unflushed)
+        self._begun = _Checkpoint(info, folder, peers.__enter__(), None, self._unflushed)
         self._unflushed = []
+        try:
+            if failure is not None:
+                raise failure
+            peers.exchange("begin", None, lambda ranks: ranks, of=type(None))
+        except BaseException as error:
+            self._cut_off(error)
+            raise
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save a file of the checkpoint: when this returns, the state may change.
@@ -255,6 +275,18 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._cut_off(error)
             raise
         self._conclude_begun()
+
+    @contextlib.contextmanager
+    def told_by_all(self) -> Iterator[None]:
+        """Within this an OSError belongs to the checkpoint: it is not raised here, but by all."""
+        try:
+            yield
+        except OSError as error:
+            logger.error("%s", error)
+            if self._begun is None:
+                self._no_directory = error
+            elif self._begun.failure is None:
+                self._begun.failure = error
 
     def wait(self) -> None:
         """Return when the last checkpoint is durable, of all ranks, and `latest` names it.

@@ -218,6 +218,10 @@ def fail(folder: str, how: str, call: str) -> list[str]:
         writing.write_pieces = failing  # type: ignore[assignment]
     if how == "state" and not is_rank_1:
         client_state["lock"] = threading.Lock()
+    script = Path(folder, "zero_to_fp32.py")
+    if how == "script" and not is_rank_1:
+        script.unlink()
+        script.mkdir()
     train(engine, steps=1)
     engine.save_checkpoint(folder, client_state=client_state)
     train(engine, steps=1)
@@ -225,6 +229,8 @@ def fail(folder: str, how: str, call: str) -> list[str]:
     if how == "device" and is_rank_1:
         wait_until(lambda: bool(logged))
     writing.write_pieces = transfers.write_pieces
+    if script.is_dir() and not is_rank_1:
+        script.rmdir()
     said_before = "No space left" in str(logged)
     calls = {
         "save": lambda: engine.save_checkpoint(folder),
@@ -246,7 +252,13 @@ def fail(folder: str, how: str, call: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("how", "call"),
-    [("device", "save"), ("state", "save"), ("device", "load"), ("device", "destroy")],
+    [
+        ("device", "save"),
+        ("state", "save"),
+        ("script", "save"),
+        ("device", "load"),
+        ("device", "destroy"),
+    ],
 )
 def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_call(
     forks: Worlds, tmp_path: Path, how: str, call: str
@@ -264,23 +276,29 @@ def test_what_one_rank_fails_of_all_ranks_raise_at_the_next_call(
         assert [each[0] for each in ranks] == [f"RankFailed: rank 1: {cause}", cause]
     else:
         cause = "TypeError: cannot pickle '_thread.lock' object"
+        if how == "script":
+            cause = f"IsADirectoryError: [Errno 21] Is a directory: '{tmp_path}/zero_to_fp32.py'"
         assert [each[0] for each in ranks] == [cause, f"RankFailed: rank 0: {cause}"]
 
 
-def save_where_nobody_may(folder: str) -> list[str]:
-    engine = engine_of(stage=0)
-    registered = register(engine)
+def save_where_nobody_may(folder: str, stage: int) -> list[str]:
+    """What each save fails of, whether at once, and what `latest` is behind the next one."""
+    engine = engine_of(stage=stage)
+    registered = register(engine, timeout_s=60)
     said = []
     for save in (
+        lambda: engine.save_checkpoint(f"{folder}/file"),
         lambda: engine.save_checkpoint(f"{folder}/file/run"),
         lambda: engine.save_checkpoint(folder, tag="file"),
         lambda: engine.save_16bit_model(f"{folder}/file/run"),
     ):
+        when = "at once"
         try:
             save()
+            when = "later"
             registered.wait()
         except (OSError, RankFailed) as error:
-            said.append(str(error))
+            said.append(f"{when}: {error}")
         engine.save_checkpoint(folder, tag=f"good{len(said)}")
         registered.wait()
         said.append(str(latest(folder)))
@@ -288,14 +306,26 @@ def save_where_nobody_may(folder: str) -> list[str]:
     return said
 
 
-def test_a_directory_that_cannot_be_made(forks: Worlds, tmp_path: Path) -> None:
-    """The save fails of it, on all ranks, and the next one does not."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_directory_that_cannot_be_made(forks: Worlds, tmp_path: Path, stage: int) -> None:
+    """The save fails of it, on all ranks at the same call, and the next one does not."""
     (tmp_path / "file").write_text("")
-    own, other = forks.start(2, save_where_nobody_may, tmp_path).values()
+    own, other = forks.start(2, save_where_nobody_may, tmp_path, stage).values()
+    is_file = f"[Errno 17] File exists: '{tmp_path}/file'"
     no_run = f"[Errno 20] Not a directory: '{tmp_path}/file/run'"
-    no_tag = f"[Errno 17] File exists: '{tmp_path}/file'"
-    assert own == [no_run, "good1", no_tag, "good3", no_run, "good5"]
-    assert other == [*own[:4], f"rank 0: NotADirectoryError: {no_run}", "good5"]
+    assert own[::2] == [
+        f"at once: {is_file}",
+        f"at once: {no_run}",
+        f"later: {is_file}",
+        f"at once: {no_run}",
+    ]
+    assert other[::2] == [
+        f"at once: rank 0: FileExistsError: {is_file}",
+        f"at once: rank 0: NotADirectoryError: {no_run}",
+        f"later: {is_file}",
+        f"at once: rank 0: NotADirectoryError: {no_run}",
+    ]
+    assert own[1::2] == other[1::2] == ["good1", "good3", "good5", "good7"]
 
 
 def save_cut_off(folder: str, how: str) -> list[str]:
