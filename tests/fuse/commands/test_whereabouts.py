@@ -257,7 +257,8 @@ def test_without_torch_it_says_what_to_install() -> None:
         except ImportError as error:
             print(error)
     """
-    assert run(sys.executable, "-c", code) == "fpfs.save needs torch: pip install 'fpfs[torch]'\n"
+    said = "fpfs.save needs torch: pip install '.[torch]' in a clone of fpfs\n"
+    assert run(sys.executable, "-c", code) == said
 
 
 def test_the_example_runs(directory: Path) -> None:
