@@ -13,8 +13,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
-from accelerate.utils import clean_state_dict_for_safetensors
+from fpfs.core.lazy import needing
+
+with needing("fpfs.integrations.accelerate", extra="accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import clean_state_dict_for_safetensors
 
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import save_safetensors

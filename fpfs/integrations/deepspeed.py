@@ -26,13 +26,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
-    CheckpointCommitInfo,
-    CheckpointEngine,
-)
-from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
+from fpfs.core.lazy import needing
+
+with needing("fpfs.integrations.deepspeed", extra="deepspeed"):
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+        CheckpointCommitInfo,
+        CheckpointEngine,
+    )
+    from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fpfs.client.async_saving import AsyncSaver
 from fpfs.client.loading import load

@@ -29,13 +29,16 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from fpfs.client.async_saving import AsyncSaver, Saving
-from fpfs.client.loading import load
-from fpfs.client.paths import resolve
-from fpfs.client.peers import ALONE
-from fpfs.client.restoring import MapLocation
-from fpfs.client.saving import Saved, save
-from fpfs.client.topology import TIMEOUT_S
+from fpfs.core.lazy import needing
+
+with needing("fpfs.integrations.lightning", extra="lightning"):
+    from fpfs.client.async_saving import AsyncSaver, Saving
+    from fpfs.client.loading import load
+    from fpfs.client.paths import resolve
+    from fpfs.client.peers import ALONE
+    from fpfs.client.restoring import MapLocation
+    from fpfs.client.saving import Saved, save
+    from fpfs.client.topology import TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 

@@ -26,12 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch_checkpointing.storage.base_storage import ReadArgs, StorageConfig
-from torch_checkpointing.storage.filesystem import (
-    LocalFileSystemStorage,
-    LocalFileSystemStorageConfig,
-)
+from fpfs.core.lazy import needing
+
+with needing("fpfs.integrations.torch_checkpointing", extra="torch_checkpointing"):
+    import torch
+    from torch_checkpointing.storage.base_storage import ReadArgs, StorageConfig
+    from torch_checkpointing.storage.filesystem import (
+        LocalFileSystemStorage,
+        LocalFileSystemStorageConfig,
+    )
 
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out

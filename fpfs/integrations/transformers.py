@@ -30,11 +30,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
-from transformers.training_args import ParallelMode
+from fpfs.core.lazy import needing
+
+with needing("fpfs.integrations.transformers", extra="transformers"):
+    import numpy as np
+    import torch
+    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+    from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
 from fpfs.client.paths import flush
