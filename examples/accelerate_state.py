@@ -1,7 +1,7 @@
 """A training loop with Accelerate, whose models' weights fpfs writes.
 
     python examples/accelerate_state.py /ckpt/run1
-    accelerate launch --cpu --num_processes 2 examples/accelerate_state.py /ckpt/run1
+    torchrun --nproc-per-node 2 examples/accelerate_state.py /ckpt/run1
 
 goes on from the last checkpoint that is there.
 """
