@@ -50,8 +50,8 @@ def load(
         tensors may be filled and others not.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
-    what is no path, ValueError of an `into` that the file does not fit, before it is changed, and
-    what torch.load raises.
+    what is no path, ValueError of an address as s3://bucket/file, or of an `into` that the file
+    does not fit, before it is changed, and what torch.load raises.
     """
     names = resolve_all(path)
     of_shares = len(names) > 1 or has_shares(names[0])

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -22,6 +23,12 @@ _said_elsewhere: set[str] = set()
 
 Path: TypeAlias = str | bytes | os.PathLike[Any]
 
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class NotLocal(ValueError):
+    """An address was given, as s3://bucket/file, where fpfs takes a path."""
+
 
 def resolve_all(path: Path | Sequence[Path]) -> list[str]:
     """Return what `resolve` returns of each path of a list, or of one. ValueError: it is empty."""
@@ -32,7 +39,10 @@ def resolve_all(path: Path | Sequence[Path]) -> list[str]:
 
 
 def resolve(path: Path) -> str:
-    """Return the absolute path, links followed. TypeError, or FileNotFoundError of an empty one."""
+    """Return the absolute path, links followed.
+
+    Raises TypeError of what is no path, FileNotFoundError of an empty one, NotLocal of an address.
+    """
     try:
         name = os.fsdecode(os.fspath(path))
     except TypeError:
@@ -43,7 +53,20 @@ def resolve(path: Path) -> str:
         ) from None
     if not name:
         raise FileNotFoundError("the path is an empty string: is a variable unset?")
+    refuse_address(name)
     return os.path.realpath(name)
+
+
+def refuse_address(name: str) -> None:
+    """Raise NotLocal of an address. A directory may be named `s3:`, and s3:/file is in it."""
+    found = _ADDRESS.match(name)
+    if found is None:
+        return
+    if found[1].lower() == "file":
+        raise NotLocal(f"{name} is an address: give the path alone, {name[found.end() :]}")
+    raise NotLocal(
+        f"{name} is not on a filesystem of this machine, where fpfs saves and loads: give a path"
+    )
 
 
 def resolve_file(path: Path) -> str:

@@ -108,9 +108,9 @@ def save(
     file before the rename.
 
     Raises OSError as open(2) and write(2) do (ENOSPC before the first byte is written, where the
-    filesystem can reserve room), TypeError of what is no path, ValueError of a tensor whose parts
-    are not a whole or a plan for other ranks, what torch.save raises of what cannot be pickled, and
-    RankFailed of what another rank has raised.
+    filesystem can reserve room), TypeError of what is no path, ValueError of an address as
+    s3://bucket/file, of a tensor whose parts are not a whole, or of a plan for other ranks, what
+    torch.save raises of what cannot be pickled, and RankFailed of what another rank has raised.
     """
     started = time.monotonic()
     with Save(peers_of(group, timeout_s=timeout_s)) as steps:

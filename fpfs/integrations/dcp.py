@@ -86,7 +86,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     Raises, in what torch.distributed.checkpoint raises for all ranks: OSError as open(2) and
     write(2) do (ENOSPC before the first byte is written, where the filesystem can reserve room),
-    FileNotFoundError of ranks that do not see one directory, TypeError of what is no path.
+    FileNotFoundError of ranks that do not see one directory, TypeError of what is no path,
+    ValueError of an address, as s3://bucket/file.
     """
 
     def __init__(
@@ -276,7 +277,19 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 
     Of a tensor only what the plan asks for is read. On a mount of fpfs, bytes that several ranks of
     a machine need are read from a device once.
+
+    path: the directory. Raises as `fpfs.load` does of what is no path.
     """
+
+    def __init__(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        resolve(path)
+        super().__init__(path, *arguments, **options)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to read another checkpoint."""
+        if checkpoint_id:
+            resolve(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for. Raises OSError as read(2) does, and what torch's does."""

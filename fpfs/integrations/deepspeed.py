@@ -40,11 +40,13 @@ with needing("fpfs.integrations.deepspeed", extra="deepspeed"):
 from fpfs.client.async_saving import AsyncSaver
 from fpfs.client.loading import load
 from fpfs.client.paths import (
+    NotLocal,
     check_threads,
     default_threads,
     flush,
     parents_of_missing,
     ranks_here,
+    refuse_address,
 )
 from fpfs.client.peers import ALONE, Alone, Peers, RankFailed, peers_of
 from fpfs.client.replacement import Replacement
@@ -178,7 +180,7 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The one whose files are being saved."""
         self._concluded: Future[None] | None = None
         """Of the last one, until somebody has waited for it."""
-        self._no_directory: OSError | None = None
+        self._no_directory: OSError | NotLocal | None = None
         """What is to be told of the checkpoint that is not begun yet."""
         self._unflushed: list[str] = []
 
@@ -188,6 +190,7 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Make a directory. What that fails of belongs to the checkpoint: all ranks raise it."""
         # Some of these calls are one rank's, for which all wait.
         with self.told_by_all():
+            refuse_address(path)
             parents = parents_of_missing(path)
             os.makedirs(path, exist_ok=exist_ok)
             self._unflushed += parents
@@ -281,10 +284,10 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def told_by_all(self) -> Iterator[None]:
-        """Within this an OSError belongs to the checkpoint: it is not raised here, but by all."""
+        """Within this an error belongs to the checkpoint: it is not raised here, but by all."""
         try:
             yield
-        except OSError as error:
+        except (OSError, NotLocal) as error:
             logger.error("%s", error)
             if self._begun is None:
                 self._no_directory = error

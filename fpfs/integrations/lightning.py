@@ -34,7 +34,7 @@ from fpfs.core.lazy import needing
 with needing("fpfs.integrations.lightning", extra="lightning"):
     from fpfs.client.async_saving import AsyncSaver, Saving
     from fpfs.client.loading import load
-    from fpfs.client.paths import resolve
+    from fpfs.client.paths import refuse_address, resolve
     from fpfs.client.peers import ALONE
     from fpfs.client.restoring import MapLocation
     from fpfs.client.saving import Saved, save
@@ -291,14 +291,11 @@ def _has_succeeded(durable: Future[Saved]) -> bool:
 def _local(path: str | os.PathLike[str]) -> str:
     """Return the path on this machine. ValueError of an address of another one."""
     name = os.fspath(path)
-    scheme, separator, rest = name.partition("://")
-    if not separator:
-        return name
-    if scheme in ("file", "local"):
-        return rest
-    raise ValueError(
-        f"{name} is not on a filesystem of this machine, where FpfsCheckpointIO saves: leave it out"
-    )
+    for here in ("file://", "local://"):  # Lightning's own plugin takes them
+        if name.startswith(here):
+            return name.removeprefix(here)
+    refuse_address(name)
+    return name
 
 
 def _remove(name: str) -> None:

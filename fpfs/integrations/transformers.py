@@ -40,7 +40,7 @@ with needing("fpfs.integrations.transformers", extra="transformers"):
     from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
-from fpfs.client.paths import flush
+from fpfs.client.paths import flush, refuse_address
 from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
@@ -100,6 +100,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(f"FpfsCallback is made for a Trainer, not a {type(trainer).__name__}")
+        refuse_address(trainer.args.output_dir)
         self._trainer = trainer
         self._timeout_s = timeout_s
         self._saver = functools.partial(

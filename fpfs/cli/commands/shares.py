@@ -179,6 +179,7 @@ def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = No
     """Show a bar while something is done, and what is wrong as a line."""
     remedy = "name directories that have all shares"
     try:
+        from fpfs.client.paths import NotLocal
         from fpfs.client.shares.format import Damaged
     except ModuleNotFoundError as error:
         raise Refused(
@@ -191,6 +192,8 @@ def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = No
         raise Refused(
             asked=asked, wrong=str(error), remedy="take another copy of it, or checkpoint"
         ) from None
+    except NotLocal as error:
+        raise Refused(asked=asked, wrong=str(error), remedy=remedy) from None
     except OSError as error:
         wrong = error.strerror or str(error)
         if error.filename is not None and error.strerror:

@@ -112,6 +112,7 @@ def test_what_cannot_be(
     name = command[0]
     for words, wrong in (
         ([""], "the directory is an empty string"),
+        (["s3://a"], "s3://a is not on a filesystem of this machine"),
         ([str(tmp_path)], f"there is no complete checkpoint in {tmp_path}"),
         ([str(tmp_path / "none")], f"there is no complete checkpoint in {tmp_path / 'none'}"),
     ):

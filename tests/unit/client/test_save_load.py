@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from torch.testing._internal.two_tensor import TwoTensor
 
+from fpfs import client, dcp
 from fpfs.client import AsyncSaver, load, paths, save, saving
 from fpfs.client.peers import Alone
 from fpfs.client.shares import saving as shares_saving
@@ -355,6 +356,42 @@ def test_what_is_no_path() -> None:
             load(wrong)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="empty string"):
         save({}, "")
+
+
+def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word, a directory `s3:` would be made, or none be found."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {"a": torch.ones(1)}
+    calls: list[Callable[[str], object]] = [
+        lambda name: save(tensors, name),
+        lambda name: client.save_shares(tensors, name),
+        lambda name: client.save_safetensors(tensors, name),
+        lambda name: client.save_safetensors(tensors, name, max_shard_bytes=100),
+        load,
+        client.load_shares,
+        lambda name: load([name, "b"]),
+        dcp.Writer,
+        lambda name: dcp.Writer().reset(name),
+        dcp.Reader,
+        lambda name: dcp.Reader("a").reset(name),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^s3://a/b is not on a filesystem of this machine"):
+            call("s3://a/b")
+        with pytest.raises(ValueError, match=r"^file:///a is an address: give the path alone, /a$"):
+            call("file:///a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_that_are_not_quite_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory in ("s3:", "1:", ":"):
+        os.mkdir(directory)
+    for name in ("s3:/b", "./s3://c", "s3:b", "://d", "1://e"):
+        save({"of": name}, name)
+        assert load(name) == {"of": name}
 
 
 def test_paths_of_all_kinds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,15 @@ def test_weights_are_safetensors_always(tmp_path: Path) -> None:
         assert same(dict(model.state_dict()), state)
 
 
+def test_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # Accelerate makes a directory first
+    accelerator, _ = prepared(seed=7)
+    accelerate.register(accelerator)
+    with pytest.raises(ValueError, match=r"s3://a/b/model\.safetensors is not on a filesystem"):
+        accelerator.save_state("s3://a/b")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_what_is_no_accelerator() -> None:
     with pytest.raises(TypeError, match="register is given an Accelerator, not 5"):
         accelerate.register(5)  # type: ignore[arg-type]

@@ -291,13 +291,14 @@ def save_where_nobody_may(folder: str, stage: int) -> list[str]:
         lambda: engine.save_checkpoint(f"{folder}/file/run"),
         lambda: engine.save_checkpoint(folder, tag="file"),
         lambda: engine.save_16bit_model(f"{folder}/file/run"),
+        lambda: engine.save_checkpoint("s3://bucket/run"),
     ):
         when = "at once"
         try:
             save()
             when = "later"
             registered.wait()
-        except (OSError, RankFailed) as error:
+        except (OSError, ValueError, RankFailed) as error:
             said.append(f"{when}: {error}")
         engine.save_checkpoint(folder, tag=f"good{len(said)}")
         registered.wait()
@@ -313,6 +314,10 @@ def test_a_directory_that_cannot_be_made(forks: Worlds, tmp_path: Path, stage: i
     own, other = forks.start(2, save_where_nobody_may, tmp_path, stage).values()
     is_file = f"[Errno 17] File exists: '{tmp_path}/file'"
     no_run = f"[Errno 20] Not a directory: '{tmp_path}/file/run'"
+    elsewhere = "s3://bucket/run is not on a filesystem of this machine"
+    assert own.pop(8).startswith(f"at once: {elsewhere}")
+    assert other.pop(8).startswith(f"at once: rank 0: NotLocal: {elsewhere}")
+    assert own.pop() == other.pop() == "good9"
     assert own[::2] == [
         f"at once: {is_file}",
         f"at once: {no_run}",

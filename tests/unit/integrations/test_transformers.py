@@ -512,6 +512,9 @@ def test_misuse(tmp_path: Path) -> None:
     one.add_callback(FpfsCallback(other))
     with pytest.raises(ValueError, match="made for another Trainer"):
         one.train()
+    other.args.output_dir = "s3://bucket/run"
+    with pytest.raises(ValueError, match="s3://bucket/run is not on a filesystem"):
+        FpfsCallback(other)
 
 
 @pytest.mark.parametrize("what", ["first", "last"])
