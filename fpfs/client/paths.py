@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 THREADS_MAX = 8
 TIMEOUT_MAX_S = 365 * 86_400
 
+DCP_METADATA = ".metadata"
+"""Lies in a checkpoint of torch.distributed.checkpoint."""
+
 _said_elsewhere: set[str] = set()
 """Mountpoints."""
 

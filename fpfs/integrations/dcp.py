@@ -57,7 +57,14 @@ from fpfs.client.boxes import Box
 from fpfs.client.container import Container
 from fpfs.client.filling import Filling, check_archive, is_located, read
 from fpfs.client.parallel_file import ParallelFile
-from fpfs.client.paths import check_threads, default_threads, is_on_fpfs, ranks_here, resolve
+from fpfs.client.paths import (
+    DCP_METADATA,
+    check_threads,
+    default_threads,
+    is_on_fpfs,
+    ranks_here,
+    resolve,
+)
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement, locked_directory
 from fpfs.client.sharding import is_dtensor
@@ -67,7 +74,6 @@ from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import write
 from fpfs.core.transfers import reserve_file
 
-METADATA = ".metadata"
 SUFFIX = ".distcp"
 _TOKEN_BYTES = 8
 
@@ -143,7 +149,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         """Make the directory, with room for what comes."""
         os.makedirs(self._directory, exist_ok=True)
         if not self._overwrite:
-            for name in (METADATA, self._metadata_name):
+            for name in (DCP_METADATA, self._metadata_name):
                 if os.path.exists(os.path.join(self._directory, name)):
                     raise RuntimeError(
                         f"Checkpoint already exists in {self._directory}, and overwrite is False"
@@ -156,7 +162,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     @property
     def _metadata_name(self) -> str:
-        return METADATA if self._collective else f"__{self._rank}{METADATA}"
+        return DCP_METADATA if self._collective else f"__{self._rank}{DCP_METADATA}"
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names need not be agreed upon."""
@@ -238,7 +244,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         named = set[str]()
         for name in names:
             # Not one that was being written when its save was killed.
-            if re.fullmatch(rf"(__\d+)?{re.escape(METADATA)}", name):
+            if re.fullmatch(rf"(__\d+)?{re.escape(DCP_METADATA)}", name):
                 with open(os.path.join(self._directory, name), "rb") as file:
                     # A pickle has strings as they are. To load it would run what it says.
                     found = re.findall(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fpfs.client.boxes import Ints
 from fpfs.client.parallel_file import LargeReads, Piece, start_reading
-from fpfs.client.paths import naming
+from fpfs.client.paths import DCP_METADATA, naming
 from fpfs.client.shares.format import (
     MANIFEST,
     Damaged,
@@ -60,7 +60,11 @@ def has_shares(path: str) -> bool:
         return False
     if not os.path.exists(os.path.join(path, MANIFEST)):
         wrong = (
-            f"a directory without a {MANIFEST}: name a file, or where fpfs.save_shares has saved"
+            "a checkpoint of torch.distributed.checkpoint, which dcp.load(state,"
+            " storage_reader=fpfs.dcp.Reader(path)) loads"
+            if os.path.exists(os.path.join(path, DCP_METADATA))
+            else f"a directory without a {MANIFEST}: name a file, or where fpfs.save_shares has"
+            " saved"
         )
         raise IsADirectoryError(errno.EISDIR, wrong, path)
     return True

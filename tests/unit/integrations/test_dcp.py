@@ -375,6 +375,12 @@ def test_nonsense_is_refused(folder: Path) -> None:
         dcp.save(state(seed=1), storage_writer=Writer(folder), no_dist=True)
 
 
+def test_what_loads_it_is_told_to_who_calls_load(folder: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=Writer(folder), no_dist=True)
+    with pytest.raises(IsADirectoryError, match=r"fpfs\.dcp\.Reader\(path\)\) loads"):
+        fpfs.load(folder)
+
+
 def test_what_is_found_damaged(folder: Path) -> None:
     saved = state(seed=1)
     dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
