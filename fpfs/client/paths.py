@@ -101,6 +101,12 @@ def check_threads(threads: int | None) -> None:
         raise ValueError(f"threads is {threads!r}: give a number from 1, or None")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError of what is neither True nor False: a text like "no" would mean True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: give True or False")
+
+
 def check_timeout(timeout_s: float) -> None:
     """Raise ValueError of what is no time to wait."""
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= TIMEOUT_MAX_S:

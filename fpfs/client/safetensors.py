@@ -30,7 +30,7 @@ from fpfs.client.agreement import LayOut
 from fpfs.client.archives import is_plain
 from fpfs.client.boxes import Box, Sharding
 from fpfs.client.container import Container, Record, Text
-from fpfs.client.paths import resolve
+from fpfs.client.paths import check_flag, resolve
 from fpfs.client.peers import Alone, peers_of
 from fpfs.client.replacement import remove_left
 from fpfs.client.saving import Save, Saved
@@ -114,6 +114,7 @@ def save_safetensors(
     lay_out: LayOut = functools.partial(lay_out_safetensors, metadata=metadata)
     peers = peers_of(group, timeout_s=timeout_s, call="save_safetensors")
     with Save(peers) as steps:
+        check_flag("durable", durable)
         # (content, path, how it is laid out), and what is done at the end.
         files: list[tuple[Any, str | bytes | os.PathLike[Any], LayOut]] = [(tensors, path, lay_out)]
         remove = None

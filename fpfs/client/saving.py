@@ -25,7 +25,14 @@ import msgspec
 from fpfs.client.agreement import Agreed, LayOut, agree
 from fpfs.client.container import lay_out
 from fpfs.client.gathering import Offered, Source
-from fpfs.client.paths import default_threads, name_file, naming, ranks_here, resolve_file
+from fpfs.client.paths import (
+    check_flag,
+    default_threads,
+    name_file,
+    naming,
+    ranks_here,
+    resolve_file,
+)
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import NO_PIECES, Plan, Share
 from fpfs.client.replacement import Replacement, locked_directory, remove_left
@@ -108,12 +115,13 @@ def save(
     file before the rename.
 
     Raises OSError as open(2) and write(2) do (ENOSPC before the first byte is written, where the
-    filesystem can reserve room), TypeError of what is no path, ValueError of an address as
-    s3://bucket/file, of a tensor whose parts are not a whole, or of a plan for other ranks, what
+    filesystem can reserve room), TypeError of what is no path or no bool, ValueError of an address
+    as s3://bucket/file, of a tensor whose parts are not a whole, or of a plan for other ranks, what
     torch.save raises of what cannot be pickled, and RankFailed of what another rank has raised.
     """
     started = time.monotonic()
     with Save(peers_of(group, timeout_s=timeout_s)) as steps:
+        check_flag("durable", durable)
         steps.agree(state, path, plan)
         laid_out = time.monotonic()
         finished = steps.write(durable=durable)

@@ -19,6 +19,7 @@ with needing("fpfs.integrations.accelerate", extra="accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import clean_state_dict_for_safetensors
 
+from fpfs.client.paths import check_flag
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import save_safetensors
 
@@ -35,10 +36,11 @@ def register(accelerator: Accelerator, *, durable: bool = False) -> RemovableHan
         it behind other hooks: it takes all weights that they have left.
 
     Returns a handle, whose `remove` ends it. `save_state` raises what `save_safetensors` raises.
-    Raises TypeError of what is no Accelerator.
+    Raises TypeError of what is no Accelerator, or no bool.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"register is given an Accelerator, not {accelerator!r}")
+    check_flag("durable", durable)
 
     def save(_models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         each_node = accelerator.project_configuration.save_on_each_node

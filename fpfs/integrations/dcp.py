@@ -59,6 +59,7 @@ from fpfs.client.filling import Filling, check_archive, is_located, read
 from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import (
     DCP_METADATA,
+    check_flag,
     check_threads,
     default_threads,
     is_on_fpfs,
@@ -106,6 +107,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         check_threads(threads)
+        check_flag("durable", durable)
+        check_flag("overwrite", overwrite)
         self._path = None if path is None else resolve(path)
         self._threads = threads
         self._durable = durable

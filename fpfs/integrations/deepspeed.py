@@ -41,6 +41,7 @@ from fpfs.client.async_saving import AsyncSaver
 from fpfs.client.loading import load
 from fpfs.client.paths import (
     NotLocal,
+    check_flag,
     check_threads,
     default_threads,
     flush,
@@ -78,8 +79,8 @@ def register(
     All ranks call it. Of ``checkpoint.writer`` the key `decoupled` means the same; each file is one
     rank's, so `data_parallel` is not followed; the other keys say how DeepSpeed's writers write.
 
-    Returns what is `engine.checkpoint_engine` from now on. Raises TypeError of what is no engine,
-    ValueError of one that is registered.
+    Returns what is `engine.checkpoint_engine` from now on. Raises TypeError of what is no engine
+    or no bool, ValueError of one that is registered.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(
@@ -87,6 +88,8 @@ def register(
             f" {type(engine).__name__}"
         )
     check_threads(threads)
+    if decoupled is not None:
+        check_flag("decoupled", decoupled)
     former = engine.checkpoint_engine
     if isinstance(former, FpfsCheckpointEngine):
         raise ValueError("the engine is registered already")

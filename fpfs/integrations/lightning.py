@@ -34,7 +34,7 @@ from fpfs.core.lazy import needing
 with needing("fpfs.integrations.lightning", extra="lightning"):
     from fpfs.client.async_saving import AsyncSaver, Saving
     from fpfs.client.loading import load
-    from fpfs.client.paths import refuse_address, resolve
+    from fpfs.client.paths import check_flag, refuse_address, resolve
     from fpfs.client.peers import ALONE
     from fpfs.client.restoring import MapLocation
     from fpfs.client.saving import Saved, save
@@ -72,6 +72,7 @@ class FpfsCheckpointIO:
         threads: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        check_flag("asynchronous", asynchronous)
         self._asynchronous = asynchronous
         self._options: dict[str, Any] = {
             "memory_bytes": memory_bytes,

@@ -39,7 +39,14 @@ with needing("fpfs.integrations.torch_checkpointing", extra="torch_checkpointing
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
 from fpfs.client.parallel_file import ParallelFile
-from fpfs.client.paths import check_threads, flush, is_on_fpfs, parents_of_missing, resolve
+from fpfs.client.paths import (
+    check_flag,
+    check_threads,
+    flush,
+    is_on_fpfs,
+    parents_of_missing,
+    resolve,
+)
 from fpfs.client.peers import ALONE
 from fpfs.client.safetensors import lay_out_text
 from fpfs.client.saving import Save
@@ -59,6 +66,7 @@ class FpfsStorageConfig(StorageConfig):
 
     def __post_init__(self) -> None:
         check_threads(self.threads)
+        check_flag("durable", self.durable)
 
     def create_storage(self) -> FpfsStorage:
         """Return one, as torch_checkpointing asks for it, in whichever process."""

@@ -358,6 +358,18 @@ def test_what_is_no_path() -> None:
         save({}, "")
 
 
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_what_is_no_flag(tmp_path: Path, wrong: Any) -> None:
+    """A text would mean True."""
+    for save_by in (save, client.save_safetensors):
+        with pytest.raises(TypeError, match=f"durable is {wrong!r}: give True or False"):
+            save_by({"a": torch.ones(1)}, tmp_path / "state", durable=wrong)
+    for flag in ("durable", "overwrite"):
+        with pytest.raises(TypeError, match=f"{flag} is {wrong!r}: give True or False"):
+            dcp.Writer(tmp_path, **{flag: wrong})
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word, a directory `s3:` would be made, or none be found."""
     monkeypatch.chdir(tmp_path)

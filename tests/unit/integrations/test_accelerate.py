@@ -150,3 +150,6 @@ def test_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_no_accelerator() -> None:
     with pytest.raises(TypeError, match="register is given an Accelerator, not 5"):
         accelerate.register(5)  # type: ignore[arg-type]
+    accelerator, _ = prepared(seed=8)
+    with pytest.raises(TypeError, match="durable is 'no': give True or False"):
+        accelerate.register(accelerator, durable="no")  # type: ignore[arg-type]

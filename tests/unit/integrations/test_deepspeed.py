@@ -567,6 +567,8 @@ def misuse(folder: str) -> list[str]:
         register(engine.module)
     with pytest.raises(ValueError, match="threads is 0"):
         register(engine, threads=0)
+    with pytest.raises(TypeError, match="decoupled is 'no': give True or False"):
+        register(engine, decoupled="no")  # type: ignore[arg-type]
     assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
     registered = register(engine, threads=1)
     assert engine.checkpoint_engine is registered

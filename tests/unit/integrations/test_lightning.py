@@ -399,6 +399,8 @@ def test_what_is_refused(
     for call in (plugin.load_checkpoint, plugin.remove_checkpoint):
         with pytest.raises(ValueError, match=r"s3://bucket/a\.ckpt is not on a filesystem"):
             call("s3://bucket/a.ckpt")
+    with pytest.raises(TypeError, match="asynchronous is 'no': give True or False"):
+        FpfsCheckpointIO(asynchronous="no")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt"):
         plugin.load_checkpoint(tmp_path / "a.ckpt")
     for words in ({"threads": 0}, {"memory_bytes": -1}, {"staging_bytes": -1}):

@@ -191,6 +191,8 @@ def test_settings_of_torch_hold(tmp_path: Path) -> None:
 
 
 def test_what_is_no_content(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="durable is 'no': give True or False"):
+        FpfsStorageConfig(durable="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="int"):
         FpfsStorageConfig().create_storage().write(tmp_path / "f", 5)
     assert os.listdir(tmp_path) == []
