@@ -120,7 +120,7 @@ class Commit:
         self._engine = engine
         self._inodes = inodes
         self._reclaim = Reclaim(catalog=catalog, engine=engine, inodes=inodes)
-        self._quarantine = Quarantine(engine=engine, inodes=inodes)
+        self._quarantine = Quarantine(catalog=catalog, engine=engine, inodes=inodes)
         self._deferred_unlinks = DeferredUnlinks(catalog=catalog, inodes=inodes)
         self.steps = CommitSteps()
         self.durability = Durability(catalog, self.steps)
@@ -153,6 +153,7 @@ class Commit:
         acknowledged is here; otherwise power was lost, or nothing was. Returns how many were
         deleted.
         """
+        await self._quarantine.load()
         if took_over:
             mark = self._queue[-1].number if self._queue else 0
             keep |= await self._deferred_unlinks.take_over(mark=mark)
@@ -290,12 +291,18 @@ class Commit:
             self._awaited.set()
             await self._changed.park()
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether there may be more for `make_room` than what was removed."""
+        return self._quarantine.gives_way or self._versions.count > 0
+
     async def make_room(self) -> bool:
         """Give up what was replaced, and return when its space is free; False: there is nothing.
 
-        Former versions first, then what was removed after contents that could not be kept.
+        First what killed writers left, then former versions, then what was removed after contents
+        that could not be kept.
         """
-        given_up = await self._versions.give_up_oldest()
+        given_up = await self._quarantine.give_up_oldest() or await self._versions.give_up_oldest()
         for inode in given_up:
             await self.give_back(inode)
         if given_up or not (self._not_kept and self._deferred_unlinks.waiting):

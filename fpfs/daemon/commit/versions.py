@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 GIVEN_UP_BYTES = 8 * 1024 * 1024
 GIVEN_UP_MAX = 64
-"""Former versions given up in one step when space is short: so many bytes, but not more of them."""
+"""What is given up in one step when space is short: so many bytes, but not more contents."""
 
 NAMES_INVALIDATED_S = 10
 """How long a restored content may wait for the kernel to forget the one before."""

@@ -456,17 +456,17 @@ class Server:
                     self._connection_ended.set()
 
     async def _make_room(self, ino: int, refused: bool) -> None:
-        """Give up former versions for a write that waits, or say that it was refused."""
+        """Give up what gives way for a write that waits, or say that it was refused."""
         if refused:
             await self._versions.say_refused(ino)
             return
         try:
             await self._commit.make_room()
         except OSError as error:
-            _log.error("no former versions can be given up: %s", error)
+            _log.error("nothing can be given up to make room: %s", error)
             self._engine.room_made(more=False)
         else:
-            self._engine.room_made(more=self._versions.count > 0)
+            self._engine.room_made(more=self._commit.gives_way)
 
     async def close(self) -> None:
         """Close what the server was given, and unlock the devices. Once is enough."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fpfs.core.temporary_names import make_temporary
 from fpfs.testing.mounted import Mount, check_fpfs, mounted, run_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.crash import crash_and_mount
@@ -440,6 +441,15 @@ def test_the_last_one_of_a_path_is_kept(
         kill_in_the_middle(path, source)
         mount.flush()
         assert_same(the_only(quarantine).read_bytes(), TORN[turn:])
+    for turn in range(2):
+        # As fpfs.save writes it: for the same path.
+        temporary = directory / os.fsdecode(make_temporary(b"step.pt"))
+        source.write_bytes(TORN[turn:])
+        kill_in_the_middle(temporary, source)
+        mount.flush()
+        assert the_only(quarantine).name.startswith("step.pt.")
+        assert_same(the_only(quarantine).read_bytes(), TORN[turn:])
+        assert os.listdir(directory) == ["step.pt"]
     kill_in_the_middle(other, source)
     mount.flush()
     assert len(list(quarantine.iterdir())) == 2

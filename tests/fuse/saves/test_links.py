@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 
-CUT_OFF = r"the writer of \.fpfs-save-.*\.(share|manifest\.json) was cut off by SIGKILL: "
+CUT_OFF = r"the writer of .*\.(share|manifest\.json) was cut off by SIGKILL: "
 LIMIT_S = 8.0
 """How long a rank is waited for of which nothing is known."""
 NEVER_S = 900.0

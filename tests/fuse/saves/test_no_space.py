@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
 from tests.support.failures.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
+from tests.support.processes import python_child
+from tests.support.servers import kill
 from tests.support.system import FallocateMode, cached_pages, fallocate
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason(throttled=False) is not None,
@@ -339,6 +343,59 @@ def test_former_versions_give_way_the_oldest_first(small: tuple[Mount, FaultyDev
     mount.flush()
     assert_pieces(mount.root / "other", count)
     assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=5))
+
+
+IS_KILLED = """
+import os, sys
+with open(sys.argv[1], "wb") as file:
+    file.write(os.urandom(5 << 20))
+    file.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_killed_writers_left_gives_way_the_oldest_first(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """Before former versions do, and without what somebody has moved, or given another name.
+
+    Another server knows of it, too.
+    """
+    mount, _devices = small
+    mount.expect_log("died .signal 9.: starting another")
+    mount.allow_log("was cut off by SIGKILL|gave up what a killed writer had left of")
+    (former,) = keep_former(mount, mount.root / "model.pt", count=1)
+    left = []
+    for name in ("moved.pt", "linked.pt", "1.pt", "2.pt", "3.pt"):
+        with python_child(IS_KILLED, mount.root / name) as child:
+            assert child.wait(60) == -signal.SIGKILL
+        wait_until(lambda: len(mount.status().quarantined) > len(left))
+        left.append(mount.root / ".fpfs/partial" / mount.status().quarantined[-1].name)
+    mine = [mount.root / "mine", mount.root / "link"]
+    os.rename(left[0], mine[0])
+    os.link(left[1], mine[1])
+    kill(mount)
+    other = os.open(mount.root / "other", os.O_WRONLY | os.O_CREAT)
+    try:
+        written = 0
+        while left[2].exists():
+            assert left[4].exists(), "the oldest go first"
+            assert os.write(other, piece(written)) == MEBIBYTE
+            written += 1
+        while left[4].exists():
+            assert not left[2].exists()
+            assert former.exists()
+            assert os.write(other, piece(written)) == MEBIBYTE
+            written += 1
+        written = fill(other, first=written)
+    finally:
+        os.close(other)
+    mount.flush()
+    assert not former.exists()
+    assert {each.path for each in mount.status().quarantined} == {"linked.pt"}
+    for path in (left[1], *mine):
+        assert len(path.read_bytes()) == 5 * MEBIBYTE
+    assert_pieces(mount.root / "other", written)
 
 
 def test_allocation_copies_and_names_make_former_versions_give_way(

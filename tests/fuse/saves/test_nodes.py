@@ -35,7 +35,7 @@ DELAY_S = 0.3
 RANKS = 4
 KILLED = (range(RANKS), [0], [2, 3], [3], [0, 1])
 """Which ranks are killed: all, one of each node, those of a node."""
-CUT_OFF = r"the writer of \.fpfs-save-.*\.(share|manifest\.json) was cut off by SIGKILL: "
+CUT_OFF = r"the writer of .*\.(share|manifest\.json) was cut off by SIGKILL: "
 
 
 @pytest.fixture

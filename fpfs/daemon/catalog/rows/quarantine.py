@@ -7,7 +7,8 @@ finished loses its names: it is no checkpoint.
 Invariants:
   * The committed content of an inode stays. Preallocated blocks that the killed writer has filled
     are holes in it, which reads the same.
-  * One content is kept for each path: a later one replaces an earlier one.
+  * One content is kept for each path: a later one replaces an earlier one. All give way when space
+    is short, before former versions do.
 
 Concurrency: every function runs in the catalog's worker, inside its transaction.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpfs.core.engine import ObjectId, Range
 from fpfs.core.limits import NAME_BYTES_MAX
+from fpfs.core.temporary_names import target_of
 from fpfs.daemon.catalog.rows import shared_extents as shares
 from fpfs.daemon.catalog.rows.attributes import InodeRow, copy_inode, fetch_inode
 from fpfs.daemon.catalog.rows.clone import leave_preallocated
@@ -32,6 +34,7 @@ from fpfs.daemon.catalog.rows.extents import (
     store_segment,
     store_snapshot,
 )
+from fpfs.daemon.catalog.rows.versions import as_many_as
 from fpfs.daemon.catalog.schema import PARTIAL_INO
 
 if TYPE_CHECKING:
@@ -41,9 +44,10 @@ if TYPE_CHECKING:
 
 
 class Replaced(NamedTuple):
-    """An earlier content of a path, which lost its `names` in `.fpfs/partial`; `nlink` are left."""
+    """A content that lost its `names` in `.fpfs/partial`; `nlink` are left. It was for `path`."""
 
     ino: int
+    path: bytes
     names: Sequence[bytes]
     nlink: int
 
@@ -67,7 +71,7 @@ class Quarantined(NamedTuple):
 
 
 class QuarantinedSave(NamedTuple):
-    """A content that was quarantined. `path` is the one that it was written to."""
+    """A content that was quarantined. `path` is the one that it was for."""
 
     ino: int
     path: bytes
@@ -92,8 +96,11 @@ def quarantine(
     name = next((name for name in names if is_all_or_nothing(transaction, *name)), None)
     if name is None:
         return None
-    path = _path_of(transaction, *name)
-    replaced = _drop_earlier(transaction, path)
+    # What fpfs.save writes under a temporary name is for the name that it would get.
+    target = target_of(name[1]) or name[1]
+    path = _path_of(transaction, name[0], target)
+    earlier = transaction.execute("SELECT ino FROM partials WHERE path = ?", (path,)).fetchall()
+    replaced = [_drop(transaction, ino, path) for (ino,) in earlier]
     now_ns = time.time_ns()
     made, removal = _split_off(transaction, version)
     committed = fetch_inode(transaction, ino)
@@ -101,7 +108,7 @@ def quarantine(
         _remove_names(transaction, ino, names, now_ns)
     quarantined = Quarantined(
         path=path,
-        name=quarantine_name(name[1], made, now_ns),
+        name=quarantine_name(target, made, now_ns),
         killed_by=version.killed_by,
         size=snapshot.size,
         now_ns=now_ns,
@@ -178,23 +185,31 @@ def _unreferenced(transaction: Transaction, version: Version, ino: int) -> list[
     return gone
 
 
-def _drop_earlier(transaction: Transaction, path: bytes) -> list[Replaced]:
-    """Take the names of what a path had quarantined before; returns what has lost them."""
-    replaced = []
-    for (ino,) in transaction.execute(
-        "SELECT ino FROM partials WHERE path = ?", (path,)
-    ).fetchall():
-        transaction.execute("DELETE FROM partials WHERE ino = ?", (ino,))
-        # One that has moved since, or got another name, is somebody's.
-        names = transaction.execute(
-            "DELETE FROM names WHERE ino = ? AND parent = ? RETURNING name", (ino, PARTIAL_INO)
-        ).fetchall()
-        row = transaction.execute(
-            "UPDATE inodes SET nlink = nlink - ? WHERE ino = ? RETURNING nlink", (len(names), ino)
-        ).fetchone()
-        if row is not None:
-            replaced.append(Replaced(ino, [name for (name,) in names], *row))
-    return replaced
+def give_up_oldest(transaction: Transaction, *, size_bytes: int, count: int) -> list[Replaced]:
+    """Give up what was quarantined first, as much as has `size_bytes` together; at most `count`.
+
+    What has another name, or was moved, is somebody's.
+    """
+    rows = transaction.execute(
+        "SELECT p.ino, i.allocated_bytes, p.path FROM partials p JOIN inodes i ON i.ino = p.ino"
+        " WHERE i.nlink = 1 AND EXISTS (SELECT 1 FROM names n WHERE n.parent = ? AND n.ino = p.ino)"
+        " ORDER BY p.time_ns, p.ino LIMIT ?",
+        (PARTIAL_INO, count),
+    ).fetchall()
+    chosen = as_many_as([(ino, allocated_bytes) for ino, allocated_bytes, _ in rows], size_bytes)
+    return [_drop(transaction, ino, path) for ino, _, path in rows[: len(chosen)]]
+
+
+def _drop(transaction: Transaction, ino: int, path: bytes) -> Replaced:
+    """Take the names of what was quarantined. One that has moved, or has another, is somebody's."""
+    transaction.execute("DELETE FROM partials WHERE ino = ?", (ino,))
+    names = transaction.execute(
+        "DELETE FROM names WHERE ino = ? AND parent = ? RETURNING name", (ino, PARTIAL_INO)
+    ).fetchall()
+    (nlink,) = transaction.execute(
+        "UPDATE inodes SET nlink = nlink - ? WHERE ino = ? RETURNING nlink", (len(names), ino)
+    ).fetchone()
+    return Replaced(ino, path, [name for (name,) in names], nlink)
 
 
 def _path_of(transaction: Transaction, parent: int, name: bytes) -> bytes:

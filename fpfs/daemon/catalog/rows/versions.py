@@ -25,7 +25,7 @@ from fpfs.daemon.catalog.rows.dirents import DIRECTORY_TYPE, Entry, touch_direct
 from fpfs.daemon.catalog.schema import FPFS_INO, ROOT_INO, VERSIONS_INO, VIEW_BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fpfs.daemon.catalog.executor import Transaction
 
@@ -139,13 +139,18 @@ def drop_oldest(transaction: Transaction, *, size_bytes: int, count: int) -> Cha
         " ORDER BY f.time_ns, f.ino LIMIT ?",
         (count,),
     ).fetchall()
-    chosen: list[int] = []
+    return _drop(transaction, as_many_as(rows, size_bytes))
+
+
+def as_many_as(rows: Iterable[tuple[int, int]], size_bytes: int) -> list[int]:
+    """Return the first inodes, of rows with what each has allocated, that have so much together."""
+    chosen = []
     for ino, allocated_bytes in rows:
         chosen.append(ino)
         size_bytes -= allocated_bytes
         if size_bytes <= 0:
             break
-    return _drop(transaction, chosen)
+    return chosen
 
 
 def count_former(transaction: Transaction) -> int:
