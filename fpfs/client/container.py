@@ -14,6 +14,7 @@ import hashlib
 import os
 import pickle
 import struct
+import traceback
 import types
 import zlib
 from collections.abc import Callable
@@ -219,6 +220,14 @@ class _Sink:
         count = len(self.text) - start
         self.texts.append(Text(self._at - count, count, start))
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether an error came out of one of the methods above.
+
+        The methods cannot note that: a signal's handler may raise before their first line.
+        """
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        return any(frame.f_locals.get("self") is self for frame in frames)
+
 
 class _Pickling:
     """Stands for the module pickle in torch.save, and sees which storages it saves.
@@ -330,8 +339,8 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
 
     whole: tensors of which each rank has a part (DTensors) become ordinary ones in the file.
 
-    Raises what torch.save raises of a state that it cannot save, and `Unsupported`; with `whole`
-    ValueError of tensors whose part this rank cannot tell.
+    Raises what torch.save raises of a state that it cannot save, what a signal's handler raises,
+    and `Unsupported`; with `whole` ValueError of tensors whose part this rank cannot tell.
     """
     sink = _Sink()
     with contextlib.ExitStack() as skipping:
@@ -340,7 +349,13 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
             whole=whole,
             pickled=lambda: skipping.enter_context(torch.serialization.skip_data()),
         )
-        torch.save(state, sink, pickle_module=pickling)
+        try:
+            torch.save(state, sink, pickle_module=pickling)
+        except RuntimeError as error:
+            # torch ends the file also after a write has failed, and that fails in its own way.
+            if error.__context__ is not None and sink.has_raised(error.__context__):
+                raise error.__context__ from None
+            raise
     sink.end_text()
     records = pickling.records(sink.skipped)
     parts: list[Text | Record] = []

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fpfs import client
 from fpfs.client import AsyncSaver, Plan, Topology, agreement, async_saving, snapshot, writing
 from fpfs.client.async_saving import FileToSave
+from fpfs.client.container import _Sink
 from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.snapshot import TouchedMemory
@@ -401,6 +402,26 @@ def test_a_future_cannot_be_cancelled(path: Path, held: Callable[[], None]) -> N
         assert not saving.durable.cancel()
         held()
     assert saving.durable.result().durable
+
+
+def test_an_interrupt_while_a_file_is_laid_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no failure of a save, which training would go on beside."""
+    client.save({"step": 1}, path)
+
+    def interrupted(self: Any, data: Any) -> None:
+        if self.tell() > 0:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        write(self, data)
+
+    write = _Sink.write
+    with AsyncSaver(strict=False) as saver:
+        for save in (client.save, saver.save):
+            monkeypatch.setattr(_Sink, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save({"step": 2}, path)
+    assert client.load(path) == {"step": 1}
+    assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.parametrize("thread", ["_copying", "_writing"])

@@ -6,15 +6,18 @@ import ctypes
 import io
 import itertools
 import os
+import signal
 import struct
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.utils.serialization import config
 
+from fpfs.client import container
 from fpfs.client.container import Container, Record, Text, lay_out
 from tests.support.states import large_state, some_states, without_id
 
@@ -99,11 +102,22 @@ def test_a_shared_storage_is_saved_once() -> None:
     assert record.bytes == 8000
 
 
+class Refusing:
+    """An object that is not pickled for a reason of its own."""
+
+    def __reduce__(self) -> Any:
+        try:
+            return vars(self)["x"]
+        except KeyError:
+            raise RuntimeError("what has no x is not saved") from None
+
+
 def test_what_torch_refuses_is_refused_as_torch_does() -> None:
     bits = torch.zeros(4, dtype=torch.int32)
     for state, error in (
         ([bits, bits.view(torch.float32)], "view the same data as different types"),
         (lambda: None, "pickle"),
+        (Refusing(), "what has no x is not saved"),
     ):
         with pytest.raises(Exception, match=error) as ours:
             lay_out(state)
@@ -141,3 +155,54 @@ def test_the_layout_of_another_rank(longer: int) -> None:
     assert [found.record(number).storage for number in range(3)] == [
         own.record(number).storage for number in range(3)
     ]
+
+
+class Signaling:
+    """An object that is pickled when a signal comes."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return int, ()
+
+
+def time_out(*_: object) -> NoReturn:
+    """Handle a signal as a program that gives itself a time."""
+    raise TimeoutError("it takes too long")
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"),
+    [(signal.default_int_handler, KeyboardInterrupt), (time_out, TimeoutError)],
+)
+def test_what_a_handler_raises(
+    monkeypatch: pytest.MonkeyPatch, handler: Any, error: type[BaseException]
+) -> None:
+    """The call raises it whenever the signal comes: torch's writer makes a RuntimeError of it."""
+    tensors = {"first": torch.ones(10), "second": torch.ones(3)}
+    calls = itertools.count()
+    interrupted = -1
+
+    class Sink(container._Sink):
+        def write(self, data: bytes | memoryview) -> int:
+            if next(calls) == interrupted:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(data)
+
+        def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+            if next(calls) == interrupted:
+                signal.raise_signal(signal.SIGINT)
+            return super().seek(offset, whence)
+
+    monkeypatch.setattr(container, "_Sink", Sink)
+    lay_out(tensors)
+    count = next(calls)
+    former = signal.signal(signal.SIGINT, handler)
+    try:
+        for number in range(count):
+            interrupted, calls = number, itertools.count()
+            with pytest.raises(error):
+                lay_out(tensors)
+        with pytest.raises(error):
+            lay_out([torch.ones(3), Signaling()])
+    finally:
+        signal.signal(signal.SIGINT, former)
