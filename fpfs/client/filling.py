@@ -194,10 +194,13 @@ def _match(into: Any, loaded: Any, name: str, fillings: list[Filling]) -> Any:
             raise ValueError(_differs(name, f"a {type(loaded).__name__}", "a tensor"))
         fillings.append(_filling(into, loaded, name))
         return into
+    # A history grows, and milestones change: of plain values the file's are taken whole.
+    if not _has_targets(into) and not _has_tensors(loaded):
+        return loaded
     if isinstance(into, Mapping):
         if not isinstance(loaded, Mapping):
             raise ValueError(_differs(name, f"a {type(loaded).__name__}", "a dictionary"))
-        if not into and loaded:
+        if not into:
             raise ValueError(_differs(name, f"{len(loaded)} items", "none"))
         made: Any = copy.copy(into) if isinstance(into, dict) else dict(into)
         for key, value in into.items():
@@ -214,9 +217,7 @@ def _match(into: Any, loaded: Any, name: str, fillings: list[Filling]) -> Any:
             for number, (value, other) in enumerate(zip(into, loaded, strict=True))
         ]
         return type(into)(*items) if hasattr(into, "_fields") else type(into)(items)
-    if _has_tensors(loaded):
-        raise ValueError(_differs(name, "tensors", f"a {type(into).__name__}"))
-    return loaded
+    raise ValueError(_differs(name, "tensors", f"a {type(into).__name__}"))
 
 
 def _filling(target: torch.Tensor, source: torch.Tensor, name: str) -> Filling:
@@ -336,6 +337,15 @@ def _offset_of(storage: Any) -> int:
     """Where torch.load has found a storage in the file; negative: it has not."""
     offset = getattr(storage, "_checkpoint_offset", None)
     return -1 if offset is None else int(offset)
+
+
+def _has_targets(into: Any) -> bool:
+    """Whether there are tensors to fill: those in other objects are not filled."""
+    if isinstance(into, Mapping):
+        return any(map(_has_targets, into.values()))
+    if isinstance(into, list | tuple):
+        return any(map(_has_targets, into))
+    return isinstance(into, torch.Tensor)
 
 
 class _Finder(pickle.Pickler):

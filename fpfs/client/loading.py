@@ -45,9 +45,11 @@ def load(
     map_location, weights_only: as torch.load has them. None: what it takes when they are left out.
     mmap: map the file instead of reading it, which is left to torch.load.
     into: a state like the saved one, whose tensors are filled where they are, and returned; what
-        is no tensor is as the file has it. Of a DTensor only this rank's part is read, and of the
-        file only what `into` has. Types are converted as `Tensor.copy_` does. After a failure some
-        tensors may be filled and others not.
+        is no tensor is as the file has it, also lists and dictionaries in which neither the file
+        nor `into` has a tensor. Of those with tensors, `into` says which names are loaded, and
+        lists are of one length. Of a DTensor only this rank's part is read, and of the file only
+        the tensors that `into` has. Types are converted as `Tensor.copy_` does. After a failure
+        some tensors may be filled and others not.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
     what is no path, ValueError of an address as s3://bucket/file, or of an `into` that the file

@@ -319,6 +319,16 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
         {"state": {}},
         "state: the file has 1 items, the state none",
     ),
+    "an empty list": (
+        {"history": [[torch.ones(3)]]},
+        {"history": [[]]},
+        "history.0: the file has 1 items, the state 0 items",
+    ),
+    "a plain name that is missing": (
+        {"state": {"exp_avg": torch.ones(3)}},
+        {"state": {"exp_avg": torch.zeros(3), "step": 1}},
+        "the file has no state.step",
+    ),
     "elements that share memory": (
         {"weight": torch.ones(3)},
         {"weight": torch.zeros(1).expand(3)},
@@ -359,6 +369,33 @@ def test_what_does_not_fit(tmp_path: Path, what: str) -> None:
         client.load(path, into=into)
     assert str(refused.value) == told
     assert not first.any(), "nothing is changed"
+
+
+PLAIN: dict[str, tuple[Any, Any]] = {
+    "a list that has grown": ([1, [2], 3], []),
+    "a list that has shrunk": ([1], [4, 5]),
+    "other names": ({"milestones": {30: 1}}, {"milestones": {20: 1}}),
+    "more names": ({"best": 1.5, "names": ["x"]}, {"best": None}),
+    "a full dictionary": ({"a": {"b": 1}}, {}),
+    "an empty dictionary": ({}, {"a": [1]}),
+    "another length of a tuple": ((1, 2), (3,)),
+    "nothing": (None, [1]),
+    "something": ([1, (2,)], None),
+}
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_plain_values_are_as_the_file_has_them(tmp_path: Path, what: str) -> None:
+    """Beside tensors, at any depth, and by themselves."""
+    saved, into = PLAIN[what]
+    path = tmp_path / "state.pt"
+    torch.save({"model": [torch.ones(2), saved], "more": saved}, path)
+    target = torch.zeros(2)
+    loaded = client.load(path, into={"model": (target, into), "more": into})
+    assert loaded == {"model": (target, saved), "more": saved}
+    assert target.tolist() == [1, 1]
+    torch.save(saved, path)
+    assert into is None or client.load(path, into=into) == saved
 
 
 def test_where_tensors_are_is_said_once(tmp_path: Path) -> None:
