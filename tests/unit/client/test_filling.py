@@ -121,6 +121,24 @@ def test_tensors_of_inference_mode(tmp_path: Path, mode: bool) -> None:
     assert [tensor.tolist() for tensor in into] == [saved.tolist()] * 4
 
 
+def test_torch_counts_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, counted = tmp_path / "state.pt", []
+    tensors = [torch.zeros(6), torch.zeros(6).double()]
+    before = [tensor._version for tensor in tensors]
+    native = parallel_file.read_pieces
+
+    def note(pieces: Any, **options: Any) -> Any:
+        counted.append([tensor._version for tensor in tensors])
+        return native(pieces, **options)
+
+    monkeypatch.setattr(parallel_file, "read_pieces", note)
+    torch.save([torch.ones(6)] * 2, path)
+    client.load(path, into=tensors)
+    assert all(now > then for now, then in zip(counted[0], before, strict=True))
+
+
 def test_torch_counts_what_is_changed(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     given = torch.ones(6, requires_grad=True)
