@@ -1,14 +1,18 @@
-"""Several torch.save archives in one file, one for each tensor: torch.distributed.checkpoint's.
+"""torch.save archives: several in one file, one for each tensor, and where tensors are in one.
 
-Tensors of one type, shape and strides have the same archive but for their bytes, so each is laid
-out once. Where a tensor lies in one piece in memory, it is written from there.
+Several in one file are torch.distributed.checkpoint's. Tensors of one type, shape and strides have
+the same archive but for their bytes, so each is laid out once. Where a tensor lies in one piece in
+memory, it is written from there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
+import zipfile
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -105,4 +109,37 @@ def _saved(tensor: torch.Tensor) -> memoryview:
     return stream.getbuffer()
 
 
-__all__ = ["Archive", "is_dense", "is_plain", "lay_out_each"]
+def check_archive(file: IO[bytes]) -> None:
+    """Raise ValueError of files in which tensors' bytes are not as memory has them."""
+    with contextlib.suppress(zipfile.BadZipFile):  # torch.load says so, or knows an old format
+        archive = zipfile.ZipFile(file)
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("the file is compressed: load it without into=")
+            if entry.filename.endswith("/byteorder"):
+                order = archive.read(entry).decode()
+                if order != sys.byteorder:
+                    raise ValueError(f"the file is {order}-endian: load it without into=")
+    file.seek(0)
+
+
+def is_located(source: torch.Tensor) -> bool:
+    """Whether torch.load has found where in the file a tensor without memory is."""
+    return offset_of(source.untyped_storage()) >= 0
+
+
+def offset_of(storage: Any) -> int:
+    """Where torch.load has found a storage in the file; negative: it has not."""
+    offset = getattr(storage, "_checkpoint_offset", None)
+    return -1 if offset is None else int(offset)
+
+
+__all__ = [
+    "Archive",
+    "check_archive",
+    "is_dense",
+    "is_located",
+    "is_plain",
+    "lay_out_each",
+    "offset_of",
+]

@@ -17,14 +17,13 @@ import copy
 import functools
 import io
 import pickle
-import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from fpfs.client.accelerators import Copies, memory_for, now
+from fpfs.client.archives import check_archive, is_located, offset_of
 from fpfs.client.boxes import Box, runs_of
 from fpfs.client.parallel_file import Piece
 from fpfs.client.sharding import is_dtensor, part_of
@@ -62,7 +61,7 @@ class Filling(NamedTuple):
     def offset(self) -> int:
         """Of the source's first element in the file."""
         start = int(self.source.storage_offset()) * int(self.source.itemsize)
-        return self.archive_offset + _offset_of(self.source.untyped_storage()) + start
+        return self.archive_offset + offset_of(self.source.untyped_storage()) + start
 
     def is_as_in_file(self) -> bool:
         """Whether the part's bytes are the file's, in one piece."""
@@ -260,20 +259,6 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def check_archive(file: IO[bytes]) -> None:
-    """Raise ValueError of files in which tensors' bytes are not as memory has them."""
-    with contextlib.suppress(zipfile.BadZipFile):  # torch.load says so, or knows an old format
-        archive = zipfile.ZipFile(file)
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("the file is compressed: load it without into=")
-            if entry.filename.endswith("/byteorder"):
-                order = archive.read(entry).decode()
-                if order != sys.byteorder:
-                    raise ValueError(f"the file is {order}-endian: load it without into=")
-    file.seek(0)
-
-
 def _begun_at(begin: float, pieces: list[Piece]) -> list[Piece]:
     """The pieces from a part of their bytes on, and then those before."""
     first, later, at = list[Piece](), list[Piece](), 0
@@ -328,17 +313,6 @@ def _fill_block(
         target.copy_(block)
 
 
-def is_located(source: torch.Tensor) -> bool:
-    """Whether torch.load has found where in the file a tensor without memory is."""
-    return _offset_of(source.untyped_storage()) >= 0
-
-
-def _offset_of(storage: Any) -> int:
-    """Where torch.load has found a storage in the file; negative: it has not."""
-    offset = getattr(storage, "_checkpoint_offset", None)
-    return -1 if offset is None else int(offset)
-
-
 def _has_targets(into: Any) -> bool:
     """Whether there are tensors to fill: those in other objects are not filled."""
     if isinstance(into, Mapping):
@@ -376,4 +350,4 @@ def _differs(name: str, found: Any, wanted: Any) -> str:
     return f"{name or 'the state'}: the file has {found}, the state {wanted}"
 
 
-__all__ = ["Filling", "ReadableFile", "check_archive", "fill", "is_located", "read"]
+__all__ = ["Filling", "ReadableFile", "fill", "read"]

@@ -52,10 +52,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from fpfs.client.accelerators import Copies, now
-from fpfs.client.archives import is_dense, lay_out_each
+from fpfs.client.archives import check_archive, is_dense, is_located, lay_out_each
 from fpfs.client.boxes import Box
 from fpfs.client.container import Container
-from fpfs.client.filling import Filling, check_archive, is_located, read
+from fpfs.client.filling import Filling, read
 from fpfs.client.parallel_file import ParallelFile
 from fpfs.client.paths import (
     DCP_METADATA,

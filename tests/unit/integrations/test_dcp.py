@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fpfs
-from fpfs.client import archives, filling, writing
+from fpfs.client import archives, writing
 from fpfs.client.replacement import Replacement
 from fpfs.core.temporary_names import make_temporary
 from fpfs.dcp import Reader, Stager, Writer
@@ -130,7 +130,7 @@ def test_a_torch_that_does_not_tell_where_tensors_are(
 ) -> None:
     saved = state(seed=1)
     dcp.save(saved, storage_writer=Writer(folder), no_dist=True)
-    monkeypatch.setattr(filling, "_offset_of", lambda _: -1)
+    monkeypatch.setattr(archives, "offset_of", lambda _: -1)
     assert equal(loaded(folder, saved), saved)
     with pytest.raises(ValueError, match="with a torch older than 2.13: load it without into="):
         fpfs.client.save(saved["model"], folder / "state.pt")
