@@ -1,17 +1,24 @@
-"""torch.save archives: several in one file, one for each tensor, and where tensors are in one.
+"""torch.save archives: several in one file, one for each tensor, and where the entries of one are.
 
 Several in one file are torch.distributed.checkpoint's. Tensors of one type, shape and strides have
 the same archive but for their bytes, so each is laid out once. Where a tensor lies in one piece in
 memory, it is written from there.
+
+Of a tensor without memory, torch.load calculates where the bytes are from what the pickle says of
+the tensors before it. torch compares that with the archive's directory only when torch reads the
+bytes. Who reads the bytes instead of torch compares it by `Entries`, or a damaged pickle would fill
+a tensor with the bytes of others.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
+import struct
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -21,6 +28,12 @@ from fpfs.client.sharding import StandIns
 
 ALIGNMENT = 64
 """Of each archive's begin: what torch aligns tensors to within."""
+
+_HEADER = struct.Struct("<4s5H3L2H")
+_HAS_DESCRIPTOR = 0x08
+_DESCRIPTOR_BYTES = 16
+_DESCRIPTOR64_BYTES = 24
+_UINT32_MAX = 0xFFFFFFFF
 
 
 class Archive(NamedTuple):
@@ -109,8 +122,62 @@ def _saved(tensor: torch.Tensor) -> memoryview:
     return stream.getbuffer()
 
 
-def check_archive(file: IO[bytes]) -> None:
-    """Raise ValueError of files in which tensors' bytes are not as memory has them."""
+class Entries:
+    """Of an archive, as the directory names them."""
+
+    def __init__(
+        self, file: IO[bytes], entries: Sequence[zipfile.ZipInfo] = (), directory_offset: int = 0
+    ) -> None:
+        self._file = file
+        self._entries = sorted(entries, key=lambda entry: entry.header_offset)
+        self._offsets = [entry.header_offset for entry in self._entries]
+        self._directory_offset = directory_offset
+
+    def check(self, source: torch.Tensor, name: str) -> None:
+        """Raise ValueError unless the storage of a tensor without memory is one of the entries."""
+        storage = source.untyped_storage()
+        if source.numel() == 0:  # of which nothing is read
+            return
+        offset, count = offset_of(storage), storage.nbytes()
+        number = bisect.bisect_right(self._offsets, offset) - 1
+        if number < 0 or not self._begins_at(number, offset):
+            raise ValueError(
+                f"the file does not have {name} where torch calculates it: the file is damaged, or"
+                " another program has written it again; load it without into="
+            )
+        found = self._entries[number].file_size
+        if found != count:
+            raise ValueError(
+                f"the file is damaged: it has {found} bytes for {name}, which takes {count}"
+            )
+
+    def _begins_at(self, number: int, offset: int) -> bool:
+        """Whether the content of an entry does."""
+        entry = self._entries[number]
+        is_last = number + 1 == len(self._entries)
+        end = self._directory_offset if is_last else self._offsets[number + 1]
+        if entry.flag_bits & _HAS_DESCRIPTOR:
+            is_large = max(entry.header_offset, entry.file_size) >= _UINT32_MAX
+            end -= _DESCRIPTOR64_BYTES if is_large else _DESCRIPTOR_BYTES
+        # As torch writes it: an entry ends where the next one begins, and no header must be read.
+        return offset == end - entry.compress_size or offset == self._begin_by_header(entry)
+
+    def _begin_by_header(self, entry: zipfile.ZipInfo) -> int:
+        """Where the content begins; negative: there is no header."""
+        self._file.seek(entry.header_offset)
+        header = self._file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return -1
+        *_, name_bytes, extra_bytes = _HEADER.unpack(header)
+        return int(entry.header_offset + _HEADER.size + name_bytes + extra_bytes)
+
+
+def check_archive(file: IO[bytes]) -> Entries:
+    """Return an archive's entries.
+
+    Raises ValueError of files in which tensors' bytes are not as memory has them.
+    """
+    entries = Entries(file)
     with contextlib.suppress(zipfile.BadZipFile):  # torch.load says so, or knows an old format
         archive = zipfile.ZipFile(file)
         for entry in archive.infolist():
@@ -120,7 +187,9 @@ def check_archive(file: IO[bytes]) -> None:
                 order = archive.read(entry).decode()
                 if order != sys.byteorder:
                     raise ValueError(f"the file is {order}-endian: load it without into=")
+        entries = Entries(file, archive.infolist(), archive.start_dir)
     file.seek(0)
+    return entries
 
 
 def is_located(source: torch.Tensor) -> bool:
@@ -136,6 +205,7 @@ def offset_of(storage: Any) -> int:
 
 __all__ = [
     "Archive",
+    "Entries",
     "check_archive",
     "is_dense",
     "is_located",

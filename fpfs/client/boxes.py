@@ -33,6 +33,13 @@ class Box(msgspec.Struct, array_like=True, frozen=True):
         """How many."""
         return math.prod(self.shape)
 
+    def is_within(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of `shape` has all of it."""
+        if not len(self.offsets) == len(self.shape) == len(shape):
+            return False
+        spans = zip(self.offsets, self.shape, shape, strict=True)
+        return all(0 <= at <= at + count <= size for at, count, size in spans)
+
 
 NOTHING = Box((0,), (0,))
 """What a rank has that is not in the tensor's mesh."""

@@ -88,10 +88,12 @@ def fill(file: ReadableFile, into: Any, *, weights_only: bool | None, begin: flo
 
     Raises ValueError of what does not fit, before anything is read, and what torch.load raises.
     """
-    check_archive(cast("IO[bytes]", file))
+    entries = check_archive(cast("IO[bytes]", file))
     loaded = torch.load(file, map_location="meta", mmap=False, weights_only=weights_only)
     fillings: list[Filling] = []
     filled = _match(into, loaded, "", fillings)
+    for filling in fillings:
+        entries.check(filling.source, filling.name)
     read(file, fillings, begin=begin)
     return filled
 

@@ -52,8 +52,9 @@ def load(
         some tensors may be filled and others not.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
-    what is no path, ValueError of an address as s3://bucket/file, or of an `into` that the file
-    does not fit, before it is changed, and what torch.load raises.
+    what is no path, ValueError of an address as s3://bucket/file, of an `into` that the file does
+    not fit, and of a file that does not have the bytes that a tensor of `into` takes, before `into`
+    is changed, and what torch.load raises.
     """
     names = resolve_all(path)
     of_shares = len(names) > 1 or has_shares(names[0])

@@ -301,7 +301,11 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         super().reset(checkpoint_id)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. Raises OSError as read(2) does, and what torch's does."""
+        """Fill what the plan asks for.
+
+        Raises OSError as read(2) does, ValueError of metadata and archives that claim more than
+        there is, and what torch's does.
+        """
         size = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         files = dict[str, list[ReadItem]]()
@@ -329,7 +333,6 @@ class Reader(FileSystemReader):  # type: ignore[misc]
     ) -> list[ReadItem]:
         """Fill what lies in one file; returns what was left out."""
         fillings, filled, others = [], list[tuple[ReadItem, torch.Tensor]](), []
-        is_checked = False
         for item in items:
             info = self.storage_data[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
@@ -337,21 +340,26 @@ class Reader(FileSystemReader):  # type: ignore[misc]
                 planner.load_bytes(item, io.BytesIO(file.read(info.length)))
                 continue
             archive: Any = io.BufferedReader(_Slice(file.fileno(), info.offset, info.length))
-            if not is_checked:
-                check_archive(archive)
-                is_checked = True
+            entries = check_archive(archive)
             source = _without_memory(archive)
             if source is None:
                 others.append(item)
                 continue
+            name = item.storage_index.fqn
+            entries.check(source, name)
             target = planner.resolve_tensor(item).detach()
             if tuple(target.shape) != tuple(item.lengths):
                 raise ValueError(
-                    f"{item.storage_index.fqn}: {tuple(item.lengths)} is to be read, the state has"
+                    f"{name}: {tuple(item.lengths)} is to be read, the state has"
                     f" {tuple(target.shape)}"
                 )
             box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            fillings.append(Filling(item.storage_index.fqn, target, box, source, info.offset))
+            if not box.is_within(source.shape):
+                raise ValueError(
+                    f"{name}: {box.shape} from {box.offsets} on is to be read, the file has"
+                    f" {tuple(source.shape)}: {DCP_METADATA} is damaged, or of other files"
+                )
+            fillings.append(Filling(name, target, box, source, info.offset))
             filled.append((item, target))
         read(file, fillings, begin=begin)
         for item, target in filled:

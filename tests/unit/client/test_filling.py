@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -255,15 +256,20 @@ def recompressed(path: Path) -> None:
             archive.writestr(name, content)
 
 
+def contents_of(path: Path, *, without: str) -> dict[str, bytes]:
+    """An archive's entries, but for one."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if not name.endswith(f"/{without}")]
+        return {name: archive.read(name) for name in names}
+
+
 def with_other_byte_order(path: Path) -> None:
     """As from another machine, as far as that is looked at."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if "byteorder" not in name]
-        contents = {name: archive.read(name) for name in names}
+    contents = contents_of(path, without="byteorder")
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in contents.items():
             archive.writestr(name, content)
-        archive.writestr(f"{names[0].partition('/')[0]}/byteorder", "big")
+        archive.writestr(f"{min(contents).partition('/')[0]}/byteorder", "big")
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,91 @@ def test_bytes_that_are_not_as_in_memory(
     change(path)
     with pytest.raises(ValueError, match=told):
         client.load(path, into={"weight": torch.zeros(100)})
+
+
+def changed(path: Path, *changes: tuple[bytes, bytes]) -> None:
+    """Change a file's pickle, and not how long it is."""
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        former = made = archive.read(name)
+    for before, after in changes:
+        assert made.count(before) == 1
+        made = made.replace(before, after)
+    content = path.read_bytes()
+    assert content.count(former) == 1
+    path.write_bytes(content.replace(former, made))
+
+
+STORAGE, SHAPE = (b"K\x04t", b"K\xc8t"), (b"K\x04\x85", b"K\xc8\x85")
+"""In a pickle, of the tensor with 4 elements: it claims 200."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "told"),
+    [
+        ([SHAPE], {"a": 200}, "the file is damaged: it has 16 bytes for a, which takes 800"),
+        (
+            [STORAGE, SHAPE],
+            {"a": 200},
+            "the file is damaged: it has 16 bytes for a, which takes 800",
+        ),
+        ([STORAGE], {"a": 4}, "the file is damaged: it has 16 bytes for a, which takes 800"),
+        ([STORAGE], {"b": 50}, "the file does not have b where torch calculates it"),
+    ],
+    ids=["shape", "storage and shape", "storage", "storage before"],
+)
+def test_a_file_that_claims_more_than_it_has(
+    tmp_path: Path, changes: list[tuple[bytes, bytes]], wanted: dict[str, int], told: str
+) -> None:
+    """torch.load refuses it, and so does this: no tensor is filled with bytes of others."""
+    path = tmp_path / "state.pt"
+    state = {"first": torch.ones(3), "a": torch.arange(4.0), "b": torch.full((50,), 7.0)}
+    torch.save(state, path)
+    changed(path, *changes)
+    with pytest.raises(RuntimeError, match="not resizable|does not match expected size"):
+        torch.load(path)
+    into = {"first": torch.zeros(3)}
+    into |= {name: torch.zeros(count) for name, count in wanted.items()}
+    with pytest.raises(ValueError, match=told):
+        client.load(path, into=into)
+    assert not any(tensor.any() for tensor in into.values()), "nothing is changed"
+
+
+def stored_again(path: Path, *, without: str) -> None:
+    """Write a file again as zip -0 would: no entry begins at a multiple of 64 bytes."""
+    contents = contents_of(path, without=without)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def through_a_pipe(path: Path, *, without: str) -> None:
+    """Write a file again as a program does that cannot go back: sizes follow the contents."""
+    contents = contents_of(path, without=without)
+    reading, writing = os.pipe()
+    with open(reading, "rb") as made:
+        with open(writing, "wb") as pipe, zipfile.ZipFile(pipe, "w") as archive:
+            for name, content in contents.items():
+                with archive.open(name, "w", force_zip64=True) as entry:
+                    entry.write(content)
+        path.write_bytes(made.read())
+
+
+@pytest.mark.parametrize("write", [stored_again, through_a_pipe])
+def test_archives_that_another_program_has_written(
+    tmp_path: Path, write: Callable[..., None]
+) -> None:
+    """With the version torch calculates where tensors are, as it would have written them."""
+    path = tmp_path / "state.pt"
+    state = {"a": torch.arange(4.0), "none": torch.empty(0), "b": torch.full((50,), 7.0)}
+    torch.save(state, path)
+    write(path, without="")
+    into = emptied(state)
+    with pytest.raises(ValueError, match="the file does not have b where torch calculates it"):
+        client.load(path, into=into)
+    assert same(into, emptied(state))
+    write(path, without=".format_version")
+    assert same(client.load(path, into=into), state)
 
 
 class Holder:
