@@ -191,6 +191,7 @@ class Channel final : public KernelSide {
   void handle_release(Receiver& r, const FuseRequest& request);
   void handle_lseek(const FuseRequest& request);
   void handle_fallocate(const FuseRequest& request);
+  bool may_have_room(File& file, uint64_t length) const;
   void allocate_until_done(const std::shared_ptr<Waiting>& waiting,
                            const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
                            bool sync);

@@ -12,8 +12,8 @@ namespace {
 constexpr uint32_t kFallocKeepSize = 1;
 constexpr uint32_t kFallocPunchHole = 2;
 constexpr uint32_t kFallocZeroRange = 16;
-// From here on an allocation that all devices together could not hold is refused at once, instead
-// of when they are full of part of it.
+// From here on an allocation that all devices together could not hold finds no space at once,
+// instead of when they are full of part of it.
 constexpr uint64_t kCheckedBytesMin = uint64_t{1} << 30;
 // One reply copies at most this much, so that the caller can be interrupted in between.
 constexpr uint64_t kCopyBytesMax = 16 * 1024 * 1024;
@@ -94,11 +94,7 @@ void Channel::handle_fallocate(const FuseRequest& request) {
     return reply(unique, EOPNOTSUPP);
   }
   note_writer(*handle, kOwnerUnknown);  // the kernel does not say who
-  if (mode != kFallocPunchHole && in.length > kCheckedBytesMin) {
-    uint64_t bytes_free = file->attributes().allocated_bytes;
-    for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
-    if (in.length > bytes_free) return reply(unique, ENOSPC);
-  }
+  if (mode == kFallocZeroRange && !may_have_room(*file, in.length)) return reply(unique, ENOSPC);
   const bool sync = waits_for_changes(*handle);
   if (sync) let_releases_pass();
   const auto waiting = std::make_shared<Waiting>(request);
@@ -108,6 +104,13 @@ void Channel::handle_fallocate(const FuseRequest& request) {
     if (mode == kFallocZeroRange) return allocate_until_done(waiting, file, in, sync);
     finish({waiting->unique, {}, 0}, file->ino(), sync);
   });
+}
+
+bool Channel::may_have_room(File& file, uint64_t length) const {
+  if (length <= kCheckedBytesMin) return true;
+  uint64_t bytes_free = file.attributes().allocated_bytes;
+  for (const auto& device : engine_.devices()) bytes_free += device->bytes_free();
+  return length <= bytes_free;
 }
 
 // The kernel drops the pages of a range when it was zeroed, not when that failed in its middle.
@@ -120,8 +123,13 @@ void Channel::fail_zeroing(uint64_t unique, const std::shared_ptr<File>& file,
 void Channel::allocate_until_done(const std::shared_ptr<Waiting>& waiting,
                                   const std::shared_ptr<File>& file, const fuse_fallocate_in& in,
                                   bool sync) {
-  const auto attempt = [this, waiting, file, in, sync] {
-    Outcome outcome = file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0);
+  // Once something has given way, what a filesystem says is free may lag behind.
+  bool is_tried = may_have_room(*file, in.length);
+  auto attempt = [this, waiting, file, in, sync, is_tried]() mutable {
+    Outcome outcome = is_tried
+                          ? file->allocate(in.offset, in.length, (in.mode & kFallocKeepSize) != 0)
+                          : Outcome::failed(ENOSPC);
+    is_tried = true;
     if (const Retry retry = engine_.retry_of(file->ino(), outcome); retry != Retry::Done) {
       if (!waiting->given_up) return retry;
       file->give_up_allocating();

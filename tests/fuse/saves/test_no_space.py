@@ -19,6 +19,7 @@ from fpfs.daemon.devices.label import lock_directory
 from fpfs.testing.lab import unavailable_reason
 from fpfs.testing.mounted import Mount, check_fpfs
 from tests.support.contents import assert_same, random_bytes
+from tests.support.failures import faults
 from tests.support.failures.faults import MEBIBYTE, FaultyDevices, Filesystem, faulty_mount
 from tests.support.processes import python_child
 from tests.support.servers import kill
@@ -418,6 +419,31 @@ def test_allocation_copies_and_names_make_former_versions_give_way(
         os.close(fd)
     mount.flush()
     assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=8))
+
+
+def test_more_than_there_is_makes_former_versions_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what is asked for at once is so large that it is compared with what is free."""
+    monkeypatch.setattr(faults, "DEVICE_BYTES", 1024 * MEBIBYTE)
+    with faulty_mount(tmp_path) as (mount, _devices):
+        check_fpfs("policy", "set", mount.root, "versions=1", module="fpfs.cli.ctl")
+        path, large = mount.root / "model.pt", mount.root / "large"
+        for count in (200, 1):
+            with path.open("wb") as file:
+                for number in range(count):
+                    file.write(piece(number))
+            mount.flush()
+        former = mount.root / ".fpfs" / "versions" / "model.pt@1"
+        assert_pieces(former, 200)
+        wanted = free_bytes(mount) + 100 * MEBIBYTE
+        assert wanted > 1024 * MEBIBYTE
+        with large.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, wanted)
+            assert not former.exists()
+            with pytest.raises(OSError, match="No space left on device"):
+                os.posix_fallocate(file.fileno(), wanted, wanted)
+        assert large.stat().st_size == wanted
 
 
 def test_zeroing_that_finds_no_space_for_the_rest_is_seen_by_who_has_read(
