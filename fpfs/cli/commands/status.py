@@ -239,11 +239,11 @@ def _show_devices(console: Console, devices: Sequence[DeviceStatus]) -> None:
 
 
 def _show_unfinished(console: Console, found: Status) -> None:
-    """Tell of what killed writers left, and of groups that are not committed."""
+    """Tell of what writers left that were cut off, and of groups that are not committed."""
     for save in found.quarantined:
         say(
             console,
-            f"killed: the writer of {save.path} ({save.killed_by},"
+            f"cut off: the writer of {save.path} ({save.killed_by},"
             f" {_when(save.time_unix_s)});"
             f" its {format_size(save.size)} are .fpfs/partial/{save.name}",
         )

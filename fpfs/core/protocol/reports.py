@@ -421,7 +421,10 @@ class RecoveryStatus(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class QuarantinedStatus(msgspec.Struct, kw_only=True, frozen=True):
-    """A content that a killed writer left: the path it was for, and its name in .fpfs/partial."""
+    """A content whose writer was cut off: the path it was for, and its name in .fpfs/partial.
+
+    `killed_by` is a signal, "a full device", or "the end of the mount".
+    """
 
     path: str
     name: str

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 ABANDONED = 127
 """In the place of a signal: nobody saw how the writer ended, since the mount ended before it."""
 
+REFUSED_FOR_SPACE = 126
+"""In the place of a signal: the writer was refused space, and closed the file without the rest."""
+
 
 class Quarantine:
     """Changes inodes in memory as transactions did that quarantined a save."""
@@ -154,6 +157,8 @@ def signal_name(number: int) -> str:
     """The name of a signal, for messages."""
     if number == ABANDONED:
         return "the end of the mount"
+    if number == REFUSED_FOR_SPACE:
+        return "a full device"
     try:
         return signal.Signals(number).name
     except ValueError:

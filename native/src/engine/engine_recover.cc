@@ -319,6 +319,11 @@ Status Engine::restore_handle(uint64_t handle, uint64_t ino, uint32_t flags) {
     for (const arena::HandleRecord& record : left_handles_) {
       if (record.handle == handle) restored->killed_by = arena::signal_of(record.killed_by);
     }
+    // What was refused is forgotten: only cutting the file is known to give it up.
+    if (restored->killed_by == arena::kRefusedForSpace) {
+      restored->file->refused(kFileBytesMax, 1);
+      restored->killed_by = 0;
+    }
     // Who wrote through it is forgotten, unless he has come to his end: the others did not write.
     const MutexLock lock(restored->mutex);
     restored->writers.insert(restored->killed_by == 0 ? kOwnerUnknown : kOwnerGone);

@@ -324,8 +324,23 @@ void File::begin() {
   note_state_now();
 }
 
+void File::refused(uint64_t offset, uint64_t length) {
+  const MutexLock lock(mutex_);
+  refused_begin_ = lacks_refused() ? std::min<uint64_t>(refused_begin_, offset) : offset;
+  refused_end_ = std::max<uint64_t>(refused_end_, offset + length);
+}
+
+void File::accepted(uint64_t offset, uint64_t length) {
+  if (!lacks_refused()) return;
+  const MutexLock lock(mutex_);
+  if (offset > refused_begin_ || offset + length <= refused_begin_) return;
+  refused_begin_ = offset + length;
+  if (refused_begin_ >= refused_end_) refused_end_ = 0;
+}
+
 void File::closed(int killed_by) {
   const MutexLock lock(mutex_);
+  refused_end_ = 0;
   if (sequence_ == committed_sequence_) return;
   note([killed_by](Journal& journal, const FileState& state) {
     return journal.note_closed(state, killed_by);

@@ -239,6 +239,11 @@ class File : public std::enable_shared_from_this<File> {
   // Whether that is news: the kernel may still know a mode with set-uid or set-gid then.
   bool drop_privileges() EXCLUDES(mutex_);
   void privileges_restored() EXCLUDES(mutex_);
+  // A write was refused for want of space. What its writer wanted there is missing until it is
+  // written after all, or the file is cut off before.
+  void refused(uint64_t offset, uint64_t length) EXCLUDES(mutex_);
+  void accepted(uint64_t offset, uint64_t length) EXCLUDES(mutex_);
+  bool lacks_refused() const { return refused_end_ != 0; }
   // Its last writable handle is being released; `killed_by` is the signal that ended the writer.
   void closed(int killed_by) EXCLUDES(mutex_);
   Unsaved unsaved() EXCLUDES(mutex_);
@@ -505,6 +510,8 @@ class File : public std::enable_shared_from_this<File> {
   std::atomic<bool> cached_{true};
   std::atomic<uint32_t> page_keepers_{0};
   std::atomic<uint64_t> read_ahead_{0};
+  std::atomic<uint64_t> refused_begin_{0};  // what is missing; its end is 0 if nothing is
+  std::atomic<uint64_t> refused_end_{0};
 
   mutable Mutex mutex_;
   // What overwrites changed, where the kernel may have older pages.

@@ -462,6 +462,7 @@ void File::truncate(uint64_t size, Done done) {
   Actions actions;
   {
     const MutexLock lock(mutex_);
+    if (size <= refused_begin_) refused_end_ = 0;
     if (size == 0 && inline_mode_) {  // a new content begins
       drain_error_ = 0;
       lost_.clear();

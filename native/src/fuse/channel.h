@@ -188,6 +188,7 @@ class Channel final : public KernelSide {
   void read_or_park(uint64_t unique, const std::shared_ptr<File>& file, const fuse_read_in& in);
   bool start_read(uint64_t unique, const std::shared_ptr<File>& file, const fuse_read_in& in);
   void handle_flush(const FuseRequest& request);
+  void note_end(Handle& handle, int signal);
   void handle_release(Receiver& r, const FuseRequest& request);
   void handle_lseek(const FuseRequest& request);
   void handle_fallocate(const FuseRequest& request);

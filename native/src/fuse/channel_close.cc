@@ -39,16 +39,18 @@ void Channel::handle_flush(const FuseRequest& request) {
   inspector_.ask([thread] { return fatal_signal(thread); }, answer);
 }
 
-// `signal` ends who flushes, or 0. What a killed writer leaves is not committed by its close.
+// `signal` ends who flushes, or 0. What a killed writer leaves is not committed by its close, nor
+// what one leaves that did not get the space for all of it, and could only give up.
 void Channel::end_flush(const FuseRequest& request, Handle& handle, int signal, bool wrote) {
-  {
-    const MutexLock lock(handle.mutex);
-    if (handle.killed_by.exchange(signal) != signal) {
-      engine_.arena().record_end(handle.id, signal);
-    }
-  }
+  if (signal == 0 && handle.file->lacks_refused()) signal = arena::kRefusedForSpace;
+  note_end(handle, signal);
   if (wrote && signal == 0 && handle.file->ack() != Ack::Early) return relay(request);
   answer_flush(request, handle);
+}
+
+void Channel::note_end(Handle& handle, int signal) {
+  const MutexLock lock(handle.mutex);
+  if (handle.killed_by.exchange(signal) != signal) engine_.arena().record_end(handle.id, signal);
 }
 
 void Channel::answer_flush(const FuseRequest& request, Handle& handle) {

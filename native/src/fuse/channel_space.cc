@@ -200,6 +200,8 @@ void Channel::copy_range(const std::shared_ptr<Waiting>& waiting, const std::sha
         drops_pages = true;
         drop_pages(to, outcome.overwrite, at, read.bytes, [] {});
       }
+      if (outcome.error == ENOSPC) to->refused(at, read.bytes);
+      if (outcome.error == 0) to->accepted(at, read.bytes);
       written.set(outcome.error);
       return Retry::Done;
     };

@@ -117,8 +117,15 @@ Retry Channel::attempt(ParkedWrite& write) {
 
 // Answers a write whose bytes are staged, or that failed.
 void Channel::finish_write(const ParkedWrite& write, const Outcome& outcome) {
-  if (outcome.error != 0) return reply(write.unique, outcome.error);
   const WriteArguments& arguments = write.arguments;
+  if (outcome.error == ENOSPC) {
+    write.file->refused(arguments.offset, arguments.size);
+    if (const auto handle = engine_.handle(arguments.handle); handle != nullptr) {
+      note_end(*handle, arena::kRefusedForSpace);  // for a server that takes over
+    }
+  }
+  if (outcome.error != 0) return reply(write.unique, outcome.error);
+  write.file->accepted(arguments.offset, arguments.size);
   const Done done{write.unique, arguments.size, write.received_ns};
   const uint64_t ino = write.file->ino();
   if (outcome.overwrite == 0) return finish(done, ino, arguments.sync);

@@ -109,6 +109,8 @@ constexpr uint32_t signal_word(int signal) {
   return uint32_t{number} << 16 | static_cast<uint16_t>(~number);
 }
 constexpr int kSignalUnknown = 9;
+// In the place of a signal: a write was refused for want of space.
+constexpr int kRefusedForSpace = 126;
 constexpr int signal_of(uint32_t word) {
   const auto number = static_cast<uint16_t>(word >> 16);
   if (word == signal_word(number)) return number;

@@ -346,6 +346,57 @@ def test_former_versions_give_way_the_oldest_first(small: tuple[Mount, FaultyDev
     assert_same(path.read_bytes(), random_bytes(5 * MEBIBYTE, seed=5))
 
 
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("step.pt", "ends"),
+        ("step.pt", "meets another server"),
+        ("step.pt", "finds space"),
+        ("step.pt", "cuts"),
+        ("step.pt", "has copied"),
+        ("step.log", "ends"),
+    ],
+)
+def test_what_found_no_space_for_all_of_it_replaces_no_checkpoint(
+    small: tuple[Mount, FaultyDevices], name: str, then: str
+) -> None:
+    """Unless its writer writes the rest after all, or cuts the file before it."""
+    mount, _devices = small
+    path, other = mount.root / name, mount.root / "other"
+    path.write_bytes(piece(3))
+    other.write_bytes(bytes(8 * MEBIBYTE))
+    mount.flush()
+    mount.allow_log(f"no space for {name}: overwriting needs the space of both")
+    is_cut_off = name == "step.pt" and then not in ("finds space", "cuts")
+    if is_cut_off:
+        mount.expect_log(f"the writer of {name} was cut off by a full device: ")
+    with path.open("wb", buffering=0) as file:
+        if then == "has copied":
+            with other.open("rb") as source, pytest.raises(OSError, match="No space left"):
+                while True:
+                    os.copy_file_range(source.fileno(), file.fileno(), MEBIBYTE, offset_src=0)
+        else:
+            count = fill(file.fileno())
+        if then == "meets another server":
+            mount.expect_log("died .signal 9.: starting another")
+            kill(mount)
+            assert file.write(b"what there is room for") > 0
+        elif then == "finds space":
+            other.unlink()
+            file.write(piece(count))
+            count += 1
+        elif then == "cuts":
+            count -= 1
+            file.truncate(count * MEBIBYTE)
+    mount.flush()
+    left = [(each.path, each.killed_by) for each in mount.status().quarantined]
+    assert left == ([(name, "a full device")] if is_cut_off else [])
+    if is_cut_off:
+        assert_same(path.read_bytes(), piece(3))
+    else:
+        assert_pieces(path, count)
+
+
 IS_KILLED = """
 import os, sys
 with open(sys.argv[1], "wb") as file:
