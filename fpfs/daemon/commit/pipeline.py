@@ -299,9 +299,12 @@ class Commit:
     async def make_room(self) -> bool:
         """Give up what was replaced, and return when its space is free; False: there is nothing.
 
-        First what killed writers left, then former versions, then what was removed after contents
-        that could not be kept.
+        First what is removed already, then what killed writers left, then former versions, then
+        what was removed after contents that could not be kept.
         """
+        if not self._reclaim.idle:
+            await self._reclaim.wait_given_back()
+            return True
         given_up = await self._quarantine.give_up_oldest() or await self._versions.give_up_oldest()
         for inode in given_up:
             await self.give_back(inode)

@@ -330,6 +330,7 @@ std::shared_ptr<Handle> Engine::release_handle(uint64_t id) {
 bool Engine::release_and_tell(uint64_t id) {
   const std::shared_ptr<Handle> gone = release_handle(id);
   if (gone == nullptr) return false;
+  set_gives_way();  // it may have been the last of a file without a name
   tell_released({id, gone->killed_by});
   return true;
 }

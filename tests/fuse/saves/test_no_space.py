@@ -150,6 +150,25 @@ def test_what_was_just_closed_gives_its_space_back_to_the_next(
         assert fill(file.fileno()) < 45
 
 
+def test_what_was_removed_while_it_was_open_gives_its_space_back_to_the_next(
+    small: tuple[Mount, FaultyDevices],
+) -> None:
+    """As what fpfs.save has reserved and not filled: the kernel tells of its close afterwards."""
+    mount, _devices = small
+    # For a moment an allocation has all there is, and the catalog what it keeps for that.
+    mount.allow_log(r"WARNING fpfs\.daemon\.catalog\.")
+    size = ROOM_BYTES  # of the two devices
+    for number in range(8):
+        path = mount.root / str(number)
+        with path.open("wb", buffering=0) as file:
+            with pytest.raises(OSError, match="No space left on device"):
+                os.posix_fallocate(file.fileno(), 0, 3 * size)
+            path.unlink()
+        with path.open("wb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            path.unlink()
+
+
 def test_overwriting_needs_space_for_both_and_loses_nothing(
     small: tuple[Mount, FaultyDevices],
 ) -> None:
