@@ -126,7 +126,9 @@ class Replacement:
     def discard(self) -> None:
         """Remove the file, unless it has its name, and close what is open."""
         with contextlib.ExitStack() as closing:
-            for name in ("_directory_fd", "_lock_fd", "_fd"):
+            # The one that may write is closed behind the one that has the lock: fpfs commits what
+            # somebody still has open.
+            for name in ("_directory_fd", "_fd", "_lock_fd"):
                 closing.callback(self._close, name)
             # Removed first: what is closed, and so not locked, might be found.
             name, self._temporary = self._temporary, ""

@@ -392,6 +392,22 @@ def save_without_writing(path: str) -> None:
         client.save(large_state(seed=3), path)
 
 
+def test_what_finds_no_room_leaves_it_to_the_next(tmp_path: Path) -> None:
+    """At once, when it is raised."""
+    large, small = ({"a": torch.zeros(size * MEBIBYTE // 4)} for size in (150, 40))
+    with faulty_mount(tmp_path) as (mount, devices):
+        for number in range(2):
+            devices.fill(number, leave_bytes=60 * MEBIBYTE)
+        # For a moment an allocation has all there is, and the catalog what it keeps for that.
+        mount.allow_log(r"WARNING fpfs\.daemon\.catalog\.")
+        for _ in range(4):
+            with pytest.raises(OSError, match="No space left on device"):
+                client.save(large, mount.root / "large.pt")
+            client.save(small, mount.root / "small.pt")
+            (mount.root / "small.pt").unlink()
+        assert os.listdir(mount.root) == []
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_device_is_found_before_the_first_byte(
     tmp_path: Path, forks: Worlds, ranks: int
