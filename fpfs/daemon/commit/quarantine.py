@@ -92,7 +92,7 @@ class Quarantine:
         inodes = []
         for replaced in given_up:
             log.warning(
-                "the devices are full: gave up what a killed writer had left of %s",
+                "the devices are full: gave up what a writer of %s had left that was cut off",
                 show_name(replaced.path),
             )
             self._apply_replaced(replaced)
