@@ -7,19 +7,34 @@
 
 namespace fpfs {
 
+namespace {
+
+// Blocks all signals for a scope.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 std::thread start_thread(const std::string& name, std::function<void()> body) {
   // A new thread inherits the mask: blocking around the start leaves no moment without it.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread([name, run = std::move(body)] {
+  const SignalsBlocked blocked;
+  return std::thread([name, run = std::move(body)] {
     // Of itself, which does not need a /proc that knows this process by the same number.
     pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
     run();
   });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
 }
 
 Worker::Worker(const std::string& name) : thread_(start_thread(name, [this] { run(); })) {}

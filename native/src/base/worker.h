@@ -13,7 +13,7 @@
 namespace fpfs {
 
 // Starts a thread that bears `name` (15 characters count) and takes no signals: those belong to the
-// interpreter's main thread.
+// interpreter's main thread. std::system_error if there can be no thread.
 std::thread start_thread(const std::string& name, std::function<void()> body);
 
 class Worker {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "base/worker.h"
@@ -23,9 +24,18 @@ void Crew::start(const std::string& name, size_t threads, size_t jobs, Job job) 
     const MutexLock lock(mutex_);
     running_ = count;
   }
-  for (size_t thread = 0; thread < count; ++thread) {
-    threads_.push_back(
-        start_thread(name + std::to_string(thread), [this, thread] { work(thread); }));
+  try {
+    for (size_t thread = 0; thread < count; ++thread) {
+      threads_.push_back(
+          start_thread(name + std::to_string(thread), [this, thread] { work(thread); }));
+    }
+  } catch (const std::system_error& error) {
+    const MutexLock lock(mutex_);
+    running_ -= count - threads_.size();
+    if (threads_.empty()) {
+      status_ = Status(error.code().value(), std::string("no thread can be started: ") +
+                                                 error_text(error.code().value()));
+    }
   }
 }
 

@@ -26,7 +26,8 @@ class Crew {
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  // No more threads than jobs are made.
+  // No more threads than jobs are made. Where the system has fewer, these do all jobs; EAGAIN is
+  // the status where it has none.
   void start(const std::string& name, size_t threads, size_t jobs, Job job) EXCLUDES(mutex_);
   // Waits until no job is under way and none begins any more. Whether that is so now.
   bool wait(double seconds) EXCLUDES(mutex_);
