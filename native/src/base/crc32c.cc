@@ -216,8 +216,4 @@ uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
   return function(crc, data, bytes);
 }
 
-uint32_t crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b) {
-  return multiply(crc_a, power_of_x(8 * bytes_b)) ^ crc_b;
-}
-
 }  // namespace fpfs

@@ -15,9 +15,6 @@ namespace fpfs {
 // crc32c(crc32c(0, a, n), b, m) is the checksum of a followed by b.
 uint32_t crc32c(uint32_t crc, const void* data, size_t bytes);
 
-// The checksum of a followed by b from both checksums and b's length.
-uint32_t crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b);
-
 struct Crc32cImplementation {
   std::string_view name;
   uint32_t (*function)(uint32_t crc, const void* data, size_t bytes);

@@ -24,7 +24,6 @@
 #define REQUIRES(...) FPFS_THREAD_ATTRIBUTE(requires_capability(__VA_ARGS__))
 #define ACQUIRE(...) FPFS_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) FPFS_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
-#define TRY_ACQUIRE(...) FPFS_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
 #define EXCLUDES(...) FPFS_THREAD_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 #define ASSERT_CAPABILITY(x) FPFS_THREAD_ATTRIBUTE(assert_capability(x))
 #define RETURN_CAPABILITY(x) FPFS_THREAD_ATTRIBUTE(lock_returned(x))
@@ -40,7 +39,6 @@ class CAPABILITY("mutex") Mutex {
 
   void lock() ACQUIRE() { native_.lock(); }
   void unlock() RELEASE() { native_.unlock(); }
-  bool try_lock() TRY_ACQUIRE(true) { return native_.try_lock(); }
   // Tells the analysis, in a lambda that runs under the lock, that it does.
   void assert_held() const ASSERT_CAPABILITY(this) {}
 
