@@ -247,7 +247,6 @@ class Keeper:
 
     def _run_server(self, wake_fd: int) -> int:
         """Start a server and wait for its end; returns its exit status, -N for signal N."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         inherited = None
         if self._descriptors:
             inherited = Inherited(
@@ -259,9 +258,7 @@ class Keeper:
             )
         keeper_pid = os.getpid()
         self._serving = False
-        # A server's signals are its own from the beginning, and the keeper knows whose they are.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        self._pid = os.fork()
+        ours, theirs = self._fork()
         if self._pid == 0:
             ours.close()
             link = KeeperLink(theirs, keeper_pid=keeper_pid, started_unix_s=self._started_unix_s)
@@ -279,6 +276,37 @@ class Keeper:
             cause = f"signal {-status}" if status < 0 else f"exit status {status}"
             _log.warning("server %d died (%s): starting another", pid, cause)
         return status
+
+    def _fork(self) -> tuple[socket.socket, socket.socket]:
+        """Make a process of a server; returns the keeper's end of their link, and the server's.
+
+        What the system has no room for now it may have later: what has killed the last server, as
+        a limit of memory, may keep the next one from starting. Who uses the mount waits.
+        """
+        has_warned = False
+        while True:
+            try:
+                return self._try_to_fork()
+            except OSError as error:
+                if not self._descriptors:
+                    raise
+                if not has_warned:
+                    _log.error("no server can be started (%s): trying again", error)
+                has_warned = True
+                time.sleep(RETRY_S)
+
+    def _try_to_fork(self) -> tuple[socket.socket, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A server's signals are its own from the beginning, and the keeper knows whose they are.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            self._pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            ours.close()
+            theirs.close()
+            raise
+        return ours, theirs
 
     def _be_server(self, link: KeeperLink, inherited: Inherited | None) -> None:
         """Become a server: never returns."""
