@@ -103,9 +103,10 @@ class Reserve:
             os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
             self.held = True
         except OSError as error:
-            # What was allocated before the device was full must not stay either.
-            os.truncate(descriptor, 0)
             log.debug("no reserve for the catalog yet: %s", error)
+            # What was allocated before the device was full must not stay either.
+            with contextlib.suppress(OSError):
+                os.truncate(descriptor, 0)
         finally:
             os.close(descriptor)
         return self.held
