@@ -23,9 +23,6 @@ XATTR_NAME_BYTES_MAX = 255
 XATTR_VALUE_BYTES_MAX = 64 * 1024
 """An extended attribute's value (the kernel's XATTR_SIZE_MAX)."""
 
-XATTR_LIST_BYTES_MAX = 64 * 1024
-"""All names of one inode's attributes with their zero bytes (the kernel's XATTR_LIST_MAX)."""
-
 LINK_COUNT_MAX = 65_000
 """Names of one file, as on ext4. Subdirectories are not limited (ext4's dir_nlink)."""
 

@@ -272,9 +272,6 @@ KEYS: Mapping[str, Key] = {
 }
 """All settings, in the order in which they are shown."""
 
-PLACEMENT_KEYS = frozenset({"width", "devices", "chunk", "first"})
-"""Those that decide where new chunks go."""
-
 PROFILES: Mapping[str, Mapping[str, str]] = {
     "throughput": {"width": "all", "devices": "all", "first": "rotate", "ack": "early"},
     "safe": {"ack": "close", "replace": "whole", "versions": "2"},

@@ -14,9 +14,7 @@ import os
 import stat
 
 
-def open_regular(
-    path: str | os.PathLike[str], flags: int, *, folder_fd: int | None = None, mode: int = 0o600
-) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int, *, folder_fd: int | None = None) -> int:
     """Open a regular file, made anew only with O_CREAT in `flags`; returns a descriptor.
 
     `path` is relative to `folder_fd` where one is given. Raises OSError: ELOOP for a symbolic link,
@@ -25,7 +23,7 @@ def open_regular(
     with contextlib.suppress(FileNotFoundError):
         _check(os.stat(path, dir_fd=folder_fd, follow_symlinks=False), path)
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, mode, dir_fd=folder_fd)
+    descriptor = os.open(path, flags, 0o600, dir_fd=folder_fd)
     try:
         _check(os.fstat(descriptor), path)
     except OSError:
