@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import errno
 import math
@@ -97,20 +98,27 @@ class Serving:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            # First, or those whose connections end would not know why.
-            self._peers.tell(error)
-        self.close()
+        try:
+            if error is not None:
+                # First, or those whose connections end would not know why.
+                self._peers.tell(error)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Give up what is asked, answer nobody any more, and return when nothing is under way."""
-        self.give_up()
-        self._asking.shutdown(cancel_futures=True)
+        # Whatever interrupts a step: a thread that accepts would keep the process from ending.
+        with contextlib.ExitStack() as last_first:
+            if self._listener is not None:
+                last_first.callback(self._peers.withdraw, _key(self._peers.rank))
+                last_first.callback(self._listener.close)
+            last_first.callback(self._close_connections)
+            last_first.callback(self._asking.shutdown, cancel_futures=True)
+            last_first.callback(self.give_up)
+
+    def _close_connections(self) -> None:
         for connection in self._connections:
             connection.close()
-        if self._listener is not None:
-            self._listener.close()
-            self._peers.withdraw(_key(self._peers.rank))
 
     def give_up(self) -> None:
         """Ask nothing any more, for the call ends."""

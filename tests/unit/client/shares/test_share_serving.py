@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -9,17 +10,19 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fpfs import client
+from fpfs.client.peers import Ranks
 from fpfs.client.shares import copying, loading, network, reading, serving
 from fpfs.client.shares.copying import holders
 from fpfs.client.shares.gathering import verify
 from fpfs.client.shares.loading import load_shares
+from fpfs.client.shares.reading import OpenShare
 from fpfs.client.shares.saving import save_shares
 from tests.support.failures.calls import die, unreadable
 from tests.support.ranks import Worlds, be_on_a_machine
@@ -324,6 +327,28 @@ def test_who_waits_for_an_answer_is_interrupted(forks: Worlds, tmp_path: Path) -
     forks.start(2, save_large, str(tmp_path), 2).values()
     errors = [each.error for each in forks.start(2, is_interrupted, str(tmp_path)).outcomes()]
     assert errors == ["KeyboardInterrupt: ", "RankFailed: rank 0: KeyboardInterrupt: "]
+
+
+def is_interrupted_again() -> list[str]:
+    """As a rank: serve; the second interrupt comes while the others are told of the first."""
+
+    def interrupt(error: BaseException) -> None:
+        raise KeyboardInterrupt from error
+
+    peers = Ranks(dist.group.WORLD, timeout_s=60, call="load_shares")
+    peers.tell = interrupt  # type: ignore[method-assign]
+    shares = {0: cast("OpenShare", None)}
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        peers,
+        serving.Serving(peers, shares, timeout_s=60),
+    ):
+        raise KeyboardInterrupt
+    return threads()
+
+
+def test_a_second_interrupt_leaves_no_thread(forks: Worlds) -> None:
+    assert forks.start(2, is_interrupted_again).values() == [[], []]
 
 
 def is_held_up(root: str) -> None:
