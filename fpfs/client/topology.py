@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import operator
 import os
@@ -173,15 +174,15 @@ def own_sockets(sysfs: Path = Path("/sys/devices/system/cpu")) -> list[int]:
 
 
 def _joined(sites: Sequence[_Site], ranks: Sequence[int]) -> Topology:
-    machines = list(dict.fromkeys(site.machine for site in sites))
-    nodes = [machines.index(site.machine) for site in sites]
+    numbers: dict[str, int] = {}
+    nodes = [numbers.setdefault(site.machine, len(numbers)) for site in sites]
+    totals = collections.Counter(nodes)
+    before = collections.Counter[int]()
     sockets = []
-    for rank, site in enumerate(sites):
+    for node, site in zip(nodes, sites, strict=True):
         # Ranks that may run on several are spread over these, in their order.
-        before = [other for other in range(rank) if nodes[other] == nodes[rank]]
-        alike = [other for other in range(len(sites)) if nodes[other] == nodes[rank]]
-        number = len(before) * len(site.sockets) // len(alike)
-        sockets.append(site.sockets[number])
+        sockets.append(site.sockets[before[node] * len(site.sockets) // totals[node]])
+        before[node] += 1
     return Topology(
         ranks=tuple(ranks),
         nodes=tuple(nodes),

@@ -26,7 +26,7 @@ from fpfs.client.plan import NO_PIECES, Plan, Records, Share
 from fpfs.client.planning import check_whole
 from fpfs.client.saving import save
 from fpfs.client.sharding import Sharded
-from fpfs.client.topology import WRITERS, Topology, Writers, own_sockets
+from fpfs.client.topology import WRITERS, Topology, Writers, _joined, _Site, own_sockets
 from fpfs.client.writing import crc32_parts, put_crc32
 from tests.support.states import large_state, nested_states, odd_state, random_tensor, without_id
 
@@ -428,6 +428,15 @@ def test_a_plan_as_json() -> None:
 def test_what_is_no_topology(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_ranks_are_spread_over_sockets() -> None:
+    """Those of a machine, in their order, over the ones that each may run on."""
+    sites = [_Site(machine, [0, 1], 2, 1 << 22) for machine in "abaab"]
+    found = _joined([*sites, _Site("c", [1], 1, 1 << 20)], range(6))
+    assert found.nodes == (0, 1, 0, 0, 1, 2)
+    assert found.sockets == (0, 0, 0, 1, 1, 1)
+    assert (found.devices, found.chunk_bytes) == (2, 1 << 22)
 
 
 def test_a_topology_has_numbers() -> None:
