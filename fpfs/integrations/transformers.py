@@ -303,9 +303,12 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             place = os.path.join(output, name)
             if os.path.lexists(place) and not os.path.isdir(place):
                 raise FileExistsError(errno.EEXIST, "it is no directory: remove it", place)
+            os.makedirs(folder, exist_ok=True)
             if args.should_save:
-                os.makedirs(folder, exist_ok=True)
                 self._save_small(folder)
+            if not args.save_only_model:
+                suffix = f"_{args.process_index}" if args.world_size > 1 else ""
+                torch.save(states, os.path.join(folder, f"rng_state{suffix}.pth"))
 
         self._by_all(begin)
         weights = _untied(trainer.model.state_dict())
@@ -314,25 +317,23 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         how = functools.partial(lay_out_safetensors, metadata={"format": "pt"})
         files = [FileToSave(weights, os.path.join(folder, "model.safetensors"), how)]
         if not args.save_only_model:
-            suffix = f"_{args.process_index}" if args.world_size > 1 else ""
-            torch.save(states, os.path.join(folder, f"rng_state{suffix}.pth"))
             optimizer = trainer.optimizer.state_dict()
             files.append(FileToSave(optimizer, os.path.join(folder, "optimizer.pt")))
+        finished = Future[None]()
+        finish = functools.partial(
+            _finish,
+            finished,
+            folder,
+            name,
+            before=_checkpoints(output),
+            limit=args.save_total_limit,
+            best=best and os.path.abspath(best),
+        )
         if self._opened is None:
             self._opened = self._saver()
         self._saving = self._opened.save_files(files)
         if args.should_save:
-            self._finished = Future()
-            _under_way[folder] = self._finished
-            finish = functools.partial(
-                _finish,
-                self._finished,
-                folder,
-                name,
-                before=_checkpoints(output),
-                limit=args.save_total_limit,
-                best=best and os.path.abspath(best),
-            )
+            self._finished = _under_way[folder] = finished
             self._saving.durable.add_done_callback(finish)
 
     def _save_small(self, folder: str) -> None:
@@ -390,8 +391,9 @@ def _finish(
         if durable.exception() is not None:
             _remove(folder)
         else:
-            for path in [*(each.path for each in os.scandir(folder)), folder]:
-                flush(path)
+            for inside, _, files in os.walk(folder, topdown=False):
+                for path in [*(os.path.join(inside, file) for file in files), inside]:
+                    flush(path)
             former, place = os.path.join(output, FORMER + name), os.path.join(output, name)
             with contextlib.suppress(FileNotFoundError):
                 os.rename(place, former)
@@ -413,8 +415,9 @@ def _checkpoints(output: str) -> list[tuple[int, int, str]]:
     found = []
     for each in os.scandir(output):
         match = _CHECKPOINT.fullmatch(each.name)
-        if match is not None and each.is_dir():
-            found.append((each.stat().st_mtime_ns, int(match[1]), each.path))
+        with contextlib.suppress(FileNotFoundError):  # somebody removes it
+            if match is not None and each.is_dir():
+                found.append((each.stat().st_mtime_ns, int(match[1]), each.path))
     return sorted(found)
 
 

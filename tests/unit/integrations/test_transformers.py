@@ -550,12 +550,23 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(
     """All of its files, and their names; and its own name before the one that it replaces goes."""
     run, log = tmp_path / "run", tmp_path / "log"
     trainer_of(run, 2, by_fpfs=True).train()
+    save_small = FpfsCallback._save_small
+
+    def save_templates(self: FpfsCallback, folder: str) -> None:
+        """As a tokenizer with several does."""
+        save_small(self, folder)
+        Path(folder, "templates").mkdir()
+        Path(folder, "templates", "chat").touch()
+
+    monkeypatch.setattr(FpfsCallback, "_save_small", save_templates)
     tell_steps(log, monkeypatch)
     trainer_of(run, 2, by_fpfs=True).train()
     steps = told_steps(log, run)
     replaced = steps.index(f"name {FORMER}checkpoint-2")
     unfinished = f"{UNFINISHED}checkpoint-2"
     files = checkpoints(run / "checkpoint-2")
+    assert "templates" in files
+    files.append("templates/chat")
     assert {f"flush {unfinished}/{name}" for name in files} <= set(steps[:replaced])
     assert steps[replaced - 1] == f"flush {unfinished}"
     assert steps[replaced + 1 : replaced + 4] == [
