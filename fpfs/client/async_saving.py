@@ -220,8 +220,8 @@ class AsyncSaver:
         self._closed = False
         self._under_way: deque[_UnderWay] = deque()
         """The oldest first."""
-        self._hanging: Saving | None = None
-        """What was waited for as long as anything is."""
+        self._hanging: tuple[Saving, object] | None = None
+        """What was waited for as long as anything is, and what it had moved by then."""
         self._pid = os.getpid()
         self._updates = Updates(optimizers, timeout_s=timeout_s, strict=strict)
 
@@ -291,14 +291,12 @@ class AsyncSaver:
         agree: Callable[[S], None],
     ) -> Saving:
         """Begin to save what `agree` makes the ranks agree on; a failure is raised if strict."""
-        if self._closed:
-            raise ValueError("the AsyncSaver is closed: make another one")
         self._check_process()
         started = time.monotonic()
         try:
             return self._begin_or_fail(call, started, steps_of, agree)
         except Exception as error:
-            if self._strict:
+            if self._strict or self._closed:
                 raise
             # The frames that it was raised through have much.
             failed = error.with_traceback(None)
@@ -317,7 +315,10 @@ class AsyncSaver:
     ) -> Saving:
         peers = peers_of(self._group, timeout_s=self._timeout_s, call=call)
         try:
+            if self._closed:
+                raise ValueError("the AsyncSaver is closed: make another one")
             self._make_room(peers)
+            held = self._updates.hold()
         except Exception as failure:
             # The other ranks may know of another failure or of none: they come to this call, and
             # are told, but not that it fails for want of the rank that the former save failed of.
@@ -328,7 +329,6 @@ class AsyncSaver:
                 raise
             raise
         before = self._updates.savings
-        held = self._updates.hold()
         steps = steps_of(peers)
         steps.__enter__()
         # An interrupt may come when the thread has taken it out.
@@ -406,9 +406,9 @@ class AsyncSaver:
 
     def _await_oldest(self) -> None:
         saving = self._under_way[0].saving
-        silent_s = 0 if saving is self._hanging else self._timeout_s
+        silent_s = 0 if self._hanging == (saving, saving.moved()) else self._timeout_s
         if not ends(saving.durable, moved=saving.moved, silent_s=silent_s):
-            self._hanging = saving
+            self._hanging = saving, saving.moved()
             raise TimeoutError(
                 f"the save of {saving.path} has not ended, and moved no byte for"
                 f" {self._timeout_s:.0f} s"
@@ -594,6 +594,7 @@ def _stage(saving: Saving, held: Held) -> None:
 def _copy(saving: Saving, steps: _Steps, held: Held) -> None:
     """What the one thread does with a save: what its optimizers' next step waits for."""
     try:
+        held.check()
         steps.finish_snapshot()
         if saving.in_place_bytes == 0:
             _stage(saving, held)

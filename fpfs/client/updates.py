@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
@@ -23,14 +23,14 @@ from fpfs.client.sharding import is_dtensor
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[torch.device, int]
-"""Of a storage: its device and address."""
+_Key = tuple[torch.device, int, int]
+"""Of a storage: its device, address and bytes. Others may begin at the same address."""
 
 
 class Held(NamedTuple):
     """Storages that do not change until the next step."""
 
-    storages: Set[_Key]
+    storages: Mapping[_Key, torch.UntypedStorage]
     versions: Sequence[tuple[torch.Tensor, int]]
     """Of the tensors in them."""
 
@@ -39,10 +39,16 @@ class Held(NamedTuple):
         return bool(self.storages) and _key_of(storage) in self.storages
 
     def check(self) -> None:
-        """Raise RuntimeError if one has changed, as far as torch counts changes.
+        """Raise RuntimeError if one has changed, as far as torch counts changes, or is no more.
 
         It counts one when it has made it, so of one that is being made nothing is known.
         """
+        for key, storage in self.storages.items():
+            if _key_of(storage) != key:
+                raise RuntimeError(
+                    "memory of a parameter or of a state of its optimizer was given back, or"
+                    " another's, before it was copied: call wait_before_update() before that"
+                )
         for tensor, version in self.versions:
             if tensor._version != version:  # noqa: SLF001 torch has no other name for it
                 raise RuntimeError(
@@ -52,7 +58,7 @@ class Held(NamedTuple):
                 )
 
 
-NOTHING_HELD = Held(frozenset(), ())
+NOTHING_HELD = Held({}, ())
 
 
 class Reading(Protocol):
@@ -105,10 +111,12 @@ class Updates:
                     " objects (of one that wraps another, the one within), or call"
                     " wait_before_update() before what changes parameters"
                 )
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.wait())
-            for optimizer in self.optimizers
-        ]
+        self._hooks = []
+        for optimizer in self.optimizers:
+            hook = optimizer.register_step_pre_hook(lambda *_: self.wait())
+            # Before those that are there: they may change parameters.
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # noqa: SLF001
+            self._hooks.append(hook)
 
     def wait(self) -> None:
         """Return when nothing of `savings` is still to be copied, or written from where it lies.
@@ -141,7 +149,7 @@ class Updates:
         changes, so that what changes these bytes counts as a change of all.
         """
         tensors: dict[_Key, list[torch.Tensor]] = {}
-        sizes: dict[_Key, int] = {}
+        storages: dict[_Key, torch.UntypedStorage] = {}
         ranges: dict[_Key, list[tuple[int, int]]] = {}
         for optimizer in self.optimizers:
             for tensor in _tensors_of(optimizer):
@@ -154,10 +162,14 @@ class Updates:
                 if is_beside and local.layout is torch.strided and _is_dense(local):
                     storage, first = local.untyped_storage(), local.data_ptr()
                     key = _key_of(storage)
-                    sizes[key] = storage.nbytes()
+                    storages[key] = storage
                     ranges.setdefault(key, []).append((first, first + local.nbytes))
                     tensors.setdefault(key, []).extend((tensor, local))
-        held = {each for each, found in ranges.items() if _length_of(found) == sizes[each]}
+        held = {
+            key: storage
+            for key, storage in storages.items()
+            if _length_of(ranges[key]) == storage.nbytes()
+        }
         counted = [tensor for each in held for tensor in tensors[each]]
         return Held(held, [(each, each._version) for each in counted])  # noqa: SLF001
 
@@ -207,7 +219,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _key_of(storage: torch.UntypedStorage) -> _Key:
-    return storage.device, storage.data_ptr()
+    return storage.device, storage.data_ptr(), storage.nbytes()
 
 
 def _length_of(ranges: Iterable[tuple[int, int]]) -> int:

@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,6 @@ from torch.nn.functional import mse_loss
 from fpfs.client import AsyncSaver, peers, planning, snapshot
 from fpfs.client.replacement import Replacement
 from fpfs.client.shares.saving import save_shares
-from fpfs.client.updates import Reading
 from tests.support.contents import random_bytes
 from tests.support.processes import DEADLINE_S
 
@@ -408,15 +408,15 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def when_awaited(reading: Reading, act: Callable[[], None]) -> None:
-    """Have a step that waits for the copy do this first."""
-    wait = reading.staged.exception
+def when_awaited(future: Future[Any], act: Callable[[], None]) -> None:
+    """Have who waits for it do this first."""
+    wait = future.exception
 
     def exception(timeout: float | None = None) -> BaseException | None:
         act()
         return wait(timeout)
 
-    reading.staged.exception = exception  # type: ignore[method-assign]
+    future.exception = exception  # type: ignore[method-assign]
 
 
 def hold_copies(patch: pytest.MonkeyPatch, module: ModuleType) -> Callable[[], None]:

@@ -306,7 +306,7 @@ def train(path: str, name: str, staging_bytes: int | None) -> None:
             training.forward_and_backward()
             current.synchronize()
             assert not began.staged.done()
-            when_awaited(began, functools.partial(used.release, copies))
+            when_awaited(began.staged, functools.partial(used.release, copies))
             training.optimizer.step()
             assert began.update_wait_s > 0
             assert (began.in_place_bytes > 0) == (staging_bytes is not None)

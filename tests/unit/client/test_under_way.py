@@ -17,10 +17,18 @@ import torch.distributed as dist
 from fpfs import client
 from fpfs.client import AsyncSaver, async_saving, writing
 from fpfs.client.replacement import Replacement
+from fpfs.client.updates import Held
 from fpfs.core import transfers
 from tests.support.failures.calls import die
 from tests.support.ranks import Worlds
-from tests.support.states import answer_patiently, directories, numbered, own_directory, same
+from tests.support.states import (
+    answer_patiently,
+    directories,
+    numbered,
+    own_directory,
+    same,
+    when_awaited,
+)
 
 SAVES = 4
 
@@ -47,6 +55,46 @@ def write_when_told(rank: int) -> threading.Event:
 
 def state_of(step: int) -> dict[str, Any]:
     return {"step": step, "tensor": torch.full((300_000,), step)}
+
+
+def save_when_one_is_closed(path: str, what: str) -> list[str]:
+    """As a rank: save, though 1 cannot, and save again. What is raised."""
+    saver = AsyncSaver()
+    errors = []
+    if dist.get_rank() == 1 and what == "closed":
+        saver.close()
+    for step in range(2):
+        if dist.get_rank() == 1 and step == 1:
+            saver = AsyncSaver()
+        elif dist.get_rank() == 1 and what == "no memory":
+            saver._updates.hold = fail_for_memory  # type: ignore[method-assign]
+        try:
+            saver.save(state_of(step), path).durable.result(60)
+        except (ValueError, MemoryError, client.RankFailed) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    saver.close()
+    return errors
+
+
+def fail_for_memory() -> Held:
+    raise MemoryError("none")
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("closed", "ValueError: the AsyncSaver is closed: make another one"),
+        ("no memory", "MemoryError: none"),
+    ],
+)
+def test_one_that_cannot_begin_is_told_of(
+    forks: Worlds, tmp_path: Path, what: str, error: str
+) -> None:
+    """And does not come to the call after it while the others are at this one."""
+    path = tmp_path / "state.pt"
+    found = forks.start(2, save_when_one_is_closed, str(path), what).values()
+    assert found == [[f"RankFailed: rank 1: {error}"], [error]]
+    assert client.load(path)["step"] == 1
 
 
 def save_several(root: str, waits: int) -> list[Any]:
@@ -95,6 +143,27 @@ def save_beside_what_hangs(root: str, hangs: int) -> str:
         saver.save(state_of(3), path).durable.result(60)
     error = failed.durable.exception(60)
     return f"{type(error).__name__}: {error}"
+
+
+def test_one_that_hung_and_goes_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(60)
+        return transfers.write_pieces(*arguments, **options)
+
+    monkeypatch.setattr(writing, "write_pieces", write)
+    with AsyncSaver(timeout_s=0.1) as saver:
+        began = saver.save(state_of(1), tmp_path / "state.pt")
+        with pytest.raises(TimeoutError):
+            saver.save(state_of(2), tmp_path / "state.pt")
+        saver._timeout_s = 60
+        transfers.count_moved(1)
+        when_awaited(began.durable, go.set)
+        saver.save(state_of(3), tmp_path / "state.pt")
+    assert client.load(tmp_path / "state.pt")["step"] == 3
 
 
 @pytest.mark.parametrize("hangs", [0, 1])

@@ -15,6 +15,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def test_a_step_waits_for_the_copy(path: Path, copy_on: Callable[[], None], name
         training.forward_and_backward()
         assert not same(training.model[1].state_dict(), before["model"])
         assert not saving.staged.done()
-        when_awaited(saving, copy_on)
+        when_awaited(saving.staged, copy_on)
         training.optimizer.step()
         assert saving.staged.done()
         assert saving.update_wait_s > 0
@@ -171,7 +172,7 @@ def test_several_optimizers_and_groups_save_after_save(path: Path) -> None:
                     "more": other.state_dict(),
                 }
                 befores.append(copy.deepcopy(state))
-                when_awaited(saver.save(state, f"{path}.{step}"), awaited.set)
+                when_awaited(saver.save(state, f"{path}.{step}").staged, awaited.set)
                 training.forward_and_backward()
                 model(torch.randn(4, FEATURES)).sum().backward()
                 for optimizer in (training.optimizer, other)[:: 1 if step % 2 else -1]:
@@ -185,6 +186,52 @@ def test_tensors_may_be_resized_afterwards(path: Path) -> None:
     with AsyncSaver(optimizers=torch.optim.SGD([parameter], lr=0.1)) as saver:
         saver.save({"parameter": parameter}, path)
     parameter.untyped_storage().resize_(0)
+
+
+def test_memory_that_is_given_back_before_it_was_copied(
+    path: Path, copy_on: Callable[[], None]
+) -> None:
+    """As FSDP gives back whole parameters."""
+    client.save(FORMER, path)
+    parameter = torch.nn.Parameter(torch.ones(10_000_000))
+    saver = AsyncSaver(optimizers=torch.optim.SGD([parameter], lr=0.1))
+    saving = saver.save({"parameter": parameter}, path)
+    parameter.untyped_storage().resize_(0)
+    copy_on()
+    with pytest.raises(RuntimeError, match="was given back, or another's, before it was copied"):
+        saver.close()
+    assert saving.staged.exception(0) is saving.durable.exception(0)
+    assert is_as_before(path)
+
+
+def test_what_begins_at_the_same_address_is_another_storage(
+    path: Path, copy_on: Callable[[], None]
+) -> None:
+    flat = np.ones(2 * FEATURES, np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(flat[:FEATURES]))
+    saver = AsyncSaver(optimizers=torch.optim.SGD([parameter], lr=0.1))
+    saver.save({"flat": torch.from_numpy(flat), "parameter": parameter}, path)
+    flat[FEATURES:] = 2
+    copy_on()
+    saver.close()
+    assert torch.load(path)["flat"].tolist() == [1.0] * 2 * FEATURES
+
+
+def test_a_hook_of_a_step_waits_too(path: Path, copy_on: Callable[[], None]) -> None:
+    """One that changes parameters, and was there before."""
+    training = Training(OPTIMIZERS["AdamW"])
+
+    def clamp(*_: object) -> None:
+        for parameter in training.model.parameters():
+            parameter.data.clamp_(-1e-3, 1e-3)
+
+    training.optimizer.register_step_pre_hook(clamp)
+    before = copy.deepcopy(training.state())
+    with AsyncSaver(optimizers=training.optimizer) as saver:
+        saving = saver.save(training.state(), path)
+        when_awaited(saving.staged, copy_on)
+        training.optimizer.step()
+    assert same(torch.load(path), before)
 
 
 def test_one_that_is_dropped_leaves_no_memory(path: Path) -> None:
@@ -214,7 +261,7 @@ def test_a_close_that_gives_up_leaves_steps_waiting(
         copy_on()
         futures.wait([saving.staged], 60)  # a step, too, waits for timeout_s
 
-    when_awaited(saving, copy_in_time)
+    when_awaited(saving.staged, copy_in_time)
     training.optimizer.step()
     saving.durable.result(60)
     saver.close()
@@ -369,7 +416,7 @@ def test_tensors_of_other_kinds_are_copied_at_once(path: Path, copy_on: Callable
             named.zero_()
         sparse._values().zero_()
         (named.sum() + embedding(torch.arange(50)).sum()).backward()
-        when_awaited(saving, copy_on)
+        when_awaited(saving.staged, copy_on)
         optimizer.step()
         assert saving.durable.exception(60) is None
     assert not same(embedding.state_dict(), before["embedding"])

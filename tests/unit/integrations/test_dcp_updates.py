@@ -72,7 +72,7 @@ def test_a_step_waits_for_the_copy(tmp_path: Path, copy_on: Callable[[], None], 
     assert not same(training.model[1].state_dict(), before["model"])
     assert not response.staging_completion.done()
     (reading,) = stager._updates.savings
-    when_awaited(reading, copy_on)
+    when_awaited(reading.staged, copy_on)
     training.optimizer.step()
     assert reading.staged.done()
     assert reading.update_wait_s > 0
@@ -213,7 +213,7 @@ def test_close_waits_for_copies(copy_on: Callable[[], None]) -> None:
     stager = Stager(optimizers=training.optimizer)
     future = stager.stage(training.state())
     (reading,) = stager._updates.savings
-    when_awaited(reading, copy_on)
+    when_awaited(reading.staged, copy_on)
     assert not future.cancel()
     stager.close()
     assert reading.staged.done()
