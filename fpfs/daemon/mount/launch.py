@@ -194,7 +194,7 @@ def start(*, mountpoint: str, devices: Sequence[str], options: MountOptions) -> 
 def start_process(log_file: BinaryIO, ready_fd: int) -> subprocess.Popen[bytes]:
     """Start the server's process, which waits for its `ServerConfig`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fpfs.daemon.mount.main"],
+        [sys.executable, "-P", "-m", "fpfs.daemon.mount.main"],
         stdin=subprocess.PIPE,
         stdout=log_file,
         stderr=log_file,

@@ -6,6 +6,7 @@ place. That is as if the server had died: the next one takes over (`maintenance.
 Invariants:
   * Nothing is given up before the installed program has started once and has said that it
     understands what it is to take over.
+  * No module comes from the working directory (``-P``): another user may write there.
 
 Concurrency: functions that block; `execute` returns only by an error.
 """
@@ -57,7 +58,7 @@ def check_installed() -> Program:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", MODULE, "--check"],
+            [sys.executable, "-P", "-m", MODULE, "--check"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,7 +94,7 @@ def execute(config: ServerConfig, state: KeeperState) -> NoReturn:
         os.lseek(left, 0, os.SEEK_SET)
         for descriptor in (left, *state.descriptors):
             os.set_inheritable(descriptor, True)
-        os.execv(sys.executable, [sys.executable, "-m", MODULE, "--renewed", str(left)])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", MODULE, "--renewed", str(left)])
     finally:
         os.close(left)
         for descriptor in state.descriptors:

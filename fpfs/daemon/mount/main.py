@@ -72,6 +72,7 @@ def run(config: ServerConfig, state: KeeperState | None = None) -> int:
 
     `state` is what a keeper left that executed this program in its place.
     """
+    os.chdir("/")  # in the foreground it was the starter's, which may be removed or unmounted
     start_log(config.log)
     raise_limits()
     os.umask(0o077)

@@ -452,6 +452,32 @@ def test_in_the_foreground_until_unmounted(places: tuple[Path, Path]) -> None:
         assert "ended; all is durable" in log
 
 
+def test_a_restart_in_the_foreground_loads_nothing_from_where_it_was_started(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its paths are relative to there all the same."""
+    device, mountpoint = places
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('theirs')\n")
+    where = [os.path.relpath(path, tmp_path) for path in (device, mountpoint)]
+    with subprocess.Popen(
+        f"{sys.executable} -P -m fpfs.cli.main mount -d {where[0]} --foreground"
+        f" --staging 16M --log log {where[1]}".split(),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+    ) as server:
+        log = tmp_path / "log"
+        wait_until(lambda: log.exists() and "mounted at" in log.read_text())
+        (mountpoint / "file").write_bytes(b"content")
+        try:
+            said = run_fpfs("restart", mountpoint, module=CTL)
+            assert "was replaced by" in said.stdout, said.stderr
+            assert (mountpoint / "file").read_bytes() == b"content"
+            assert os.readlink(f"/proc/{server.pid}/cwd") == "/"
+        finally:
+            check_fpfs("umount", mountpoint)
+        assert server.wait(timeout=60) == 0
+
+
 def test_staging_that_does_not_fit_leaves_nothing(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:

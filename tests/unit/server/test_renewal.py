@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +12,9 @@ import msgspec
 import pytest
 
 from fpfs.core.errors import InvalidOperation
-from fpfs.daemon.mount import live_upgrade
+from fpfs.core.options import MountOptions, ServerConfig
+from fpfs.daemon.mount import launch, live_upgrade
+from fpfs.daemon.mount.supervisor import KeeperState
 
 OURS = live_upgrade.this_program()
 
@@ -29,6 +34,34 @@ def says(program: live_upgrade.Program) -> str:
 
 def test_the_one_that_runs_can_take_over() -> None:
     assert live_upgrade.check_installed() == OURS
+
+
+def test_none_is_looked_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may write there, and this is root."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('theirs')\n")
+    monkeypatch.chdir(tmp_path)
+    assert live_upgrade.check_installed() == OURS
+
+
+def test_nor_is_the_one_that_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _program, command: commands.append(command))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_options: commands.append(command))
+    config = ServerConfig(
+        mountpoint="/ckpt",
+        devices=(),
+        options=MountOptions(),
+        log="",
+        runtime_folder="",
+        ready_fd=-1,
+        asked="",
+    )
+    state = KeeperState(device="", descriptors=(), restarts=0, started_unix_s=0, signals=())
+    live_upgrade.execute(config, state)
+    launch.start_process(io.BytesIO(), -1)
+    assert [command[1:4] for command in commands] == [["-P", "-m", live_upgrade.MODULE]] * 2
 
 
 def test_a_newer_one_with_the_same_formats_can(
