@@ -210,10 +210,12 @@ def open_log(config: ServerConfig) -> BinaryIO:
     Only the folder of the default log is made: another is more likely misspelt.
     """
     folder = os.path.dirname(config.log)
+    before = os.umask(0o077)
+    os.umask(before | 0o022)  # of all folders that are made, too: others may not write to them
     try:
         if not config.options.log:
             os.makedirs(folder, mode=0o755, exist_ok=True)
-        return open(config.log, "ab")
+        return open(config.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o640))
     except OSError as error:
         make = "" if os.path.isdir(folder) else f"make the folder {folder}, or "
         raise Refused(
@@ -221,6 +223,8 @@ def open_log(config: ServerConfig) -> BinaryIO:
             wrong=f"the log {config.log} cannot be written ({error.strerror})",
             remedy=f"{make}name another with --log",
         ) from error
+    finally:
+        os.umask(before)
 
 
 def _configure(config: ServerConfig, process: subprocess.Popen[bytes]) -> None:

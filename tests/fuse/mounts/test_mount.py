@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.mounts import mount_at
+from fpfs.core.options import MountOptions, ServerConfig
 from fpfs.core.protocol import control
 from fpfs.core.refusal import Refused
 from fpfs.daemon.mount import launch
@@ -293,6 +295,32 @@ def test_a_log_that_cannot_be_written(places: tuple[Path, Path]) -> None:
     assert f"the log {device} cannot be written (Is a directory); name another with --log" in (
         refusal("mount", "-d", device, "--log", device, mountpoint)
     )
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "default"])
+def test_nobody_else_may_write_to_a_log(tmp_path: Path, *, named: bool) -> None:
+    """Whatever the umask is."""
+    log = tmp_path / "state" / "fpfs" / "log"
+    if named:
+        log.parent.mkdir(parents=True)
+    config = ServerConfig(
+        mountpoint="/ckpt",
+        devices=(),
+        options=MountOptions(log=str(log) if named else ""),
+        log=str(log),
+        runtime_folder="",
+        ready_fd=-1,
+        asked="",
+    )
+    before = os.umask(0)
+    try:
+        launch.open_log(config).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o640
+    if not named:
+        folders = (log.parent, log.parent.parent)
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o755] * 2
 
 
 @pytest.mark.parametrize("where", [[], ["--foreground"]], ids=["background", "foreground"])
