@@ -124,6 +124,34 @@ def test_a_refusal_reaches_the_caller_of_mount(fstab: Path) -> None:
     assert f"{fstab.parent}/one is not empty (thesis.tex is in it)" in done.stderr
 
 
+def run_script(source: str, *words: str, fpfs: str) -> subprocess.CompletedProcess[str]:
+    """Run the helper itself, with a program in the place of fpfs."""
+    script = REPOSITORY / "mount_scripts" / "mount.fpfs"
+    return run("env", f"FPFS={fpfs}", script, source, "/ckpt", *words)
+
+
+@pytest.mark.parametrize("source", ["", ":", "::"])
+def test_a_source_without_a_device_is_refused(source: str) -> None:
+    """The embedded default, in root's home, is nobody's wish that a variable is empty."""
+    done = run_script(source, "-o", "ack=close", fpfs="/bin/false")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"mount.fpfs: the source '{source}' names no device directory; write none for the default\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("none", "ro", "mount -o fsname=none,ro /ckpt\n"),
+        ("fpfs", "ro,device=/a", "mount -o fsname=fpfs,ro,device=/a /ckpt\n"),
+        (":/a::/none", "ro", "mount -d /a -d /none -o fsname=:/a::/none,ro /ckpt\n"),
+    ],
+)
+def test_what_is_mounted(source: str, options: str, said: str) -> None:
+    assert run_script(source, "-v", "-o", options, fpfs="/bin/echo").stdout == said
+
+
 PLAIN = (
     "rw suid dev exec atime relatime norelatime strictatime nostrictatime diratime nodiratime async"
     " lazytime nolazytime symfollow iversion noiversion mand nomand silent loud default_permissions"

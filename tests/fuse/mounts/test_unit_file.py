@@ -43,12 +43,10 @@ def service() -> configparser.SectionProxy:
     return unit["Service"]
 
 
-def run_line(line: str, *, mountpoint: Path, environment: Mapping[str, str]) -> str:
-    """Run a line of the unit as systemd does; returns what it printed.
-
-    With a "-" before it, it may fail.
-    """
-    may_fail, line = line.startswith("-"), line.removeprefix("-")
+def run_line(
+    line: str, *, mountpoint: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a line of the unit as systemd does, whatever comes of it."""
     words: list[str] = []
     for word in shlex.split(line.replace(INSTALLED, str(FPFS))):
         if word.startswith("${"):
@@ -56,17 +54,17 @@ def run_line(line: str, *, mountpoint: Path, environment: Mapping[str, str]) -> 
         elif word.startswith("$"):
             words += environment[word[1:]].split()
         else:
-            words.append(word.replace("%f", str(mountpoint)))
-    done = subprocess.run(
+            words.append(
+                word.replace("%f", str(mountpoint)).replace("%i", "ckpt").replace("$$", "$")
+            )
+    return subprocess.run(
         words,
         cwd="/",
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0 or may_fail, done.stderr
-    return done.stdout
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -87,18 +85,32 @@ def test_its_commands_mount_and_unmount(tmp_path: Path) -> None:
     }
     unit = service()
     assert unit["Type"] == "forking", "the command returns, and its server stays"
-    said = run_line(unit["ExecStart"], mountpoint=mountpoint, environment=environment)
+    for name in ("ExecStartPre", "ExecStart"):
+        done = run_line(unit[name], mountpoint=mountpoint, environment=environment)
+        assert done.returncode == 0, done.stderr
     try:
-        assert said.startswith(f"formatted and mounted at {mountpoint} over {tmp_path}/one, ")
+        assert done.stdout.startswith(
+            f"formatted and mounted at {mountpoint} over {tmp_path}/one, "
+        )
         (mountpoint / "file").write_bytes(b"content")
-        run_line(unit["ExecStop"], mountpoint=mountpoint, environment=environment)
+        line = unit["ExecStop"].removeprefix("-")
+        done = run_line(line, mountpoint=mountpoint, environment=environment)
+        assert done.returncode == 0, done.stderr
         assert mount_at(str(mountpoint)) is None
         # systemd runs it also where somebody else has unmounted: that is no failure of the unit.
-        run_line(unit["ExecStop"], mountpoint=mountpoint, environment=environment)
+        assert unit["ExecStop"].startswith("-")
     finally:
         if mount_at(str(mountpoint)) is not None:
             run_fpfs("umount", mountpoint)
     assert "ended; all is durable" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("environment", [{}, {"FPFS_DEVICES": ""}, {"FPFS_DEVICE": "-d /a"}])
+def test_no_devices_are_not_the_default(environment: Mapping[str, str]) -> None:
+    line = service()["ExecStartPre"]
+    done = run_line(line, mountpoint=Path("/ckpt"), environment=environment)
+    assert done.returncode != 0
+    assert done.stderr.endswith("FPFS_DEVICES: is not set in /etc/fpfs/ckpt.conf\n")
 
 
 def test_nothing_cuts_the_drain_short() -> None:
