@@ -150,12 +150,14 @@ def _unexpected(config: ServerConfig, error: BaseException) -> Refused:
         errno.ENOSPC: "make room on the devices",
         errno.ENOMEM: "ask for less staging, or raise the memory lock limit (ulimit -l)",
         errno.EROFS: "mount the device's filesystem writable",
+        errno.EMFILE: "let it open more files (ulimit -n)",
     }
     if str(getattr(error, "strerror", None)).startswith("staging arena"):
         remedies[errno.ENOSPC] = f"ask for less staging (it is memory), or enlarge {ARENA_FOLDER}"
         remedies[errno.ENOMEM] = (
             "ask for less staging: it must be free memory, within the limit of the memory cgroup"
         )
+        remedies[errno.EROFS] = f"mount {ARENA_FOLDER} writable"
         remedies[errno.ESTALE] = (
             "mount with the fpfs that made it, or remove it: what was not committed is lost then"
         )

@@ -105,15 +105,17 @@ Status Engine::open_arena() {
 }
 
 Status Engine::open_event_fd() {
+  const auto failed = [] { return Status::from_errno("descriptors of events"); };
   wake_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (wake_.get() < 0) return failed();
   released_late_.reset(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  if (released_late_.get() < 0) return failed();
   event_fd_.reset(epoll_create1(EPOLL_CLOEXEC));
+  if (event_fd_.get() < 0) return failed();
   for (const int fd : {wake_.get(), released_late_.get()}) {
     epoll_event readable{};
     readable.events = EPOLLIN;
-    if (epoll_ctl(event_fd_.get(), EPOLL_CTL_ADD, fd, &readable) != 0) {
-      return Status::from_errno("descriptors of events");
-    }
+    if (epoll_ctl(event_fd_.get(), EPOLL_CTL_ADD, fd, &readable) != 0) return failed();
   }
   return {};
 }

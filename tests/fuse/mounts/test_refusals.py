@@ -154,6 +154,29 @@ def test_objects_on_a_read_only_filesystem(places: Places, tmp_path: Path) -> No
     assert can_be_mounted(device, mountpoint)
 
 
+@pytest.mark.root
+def test_staging_on_a_read_only_filesystem(places: Places, tmp_path: Path) -> None:
+    device, mountpoint = places
+    command = ("mount", "-d", device, "--log", tmp_path / "log", mountpoint)
+    message = refusal(*command, prefix=with_mounts(READ_ONLY.format(ARENA_FOLDER)))
+    assert f"the server failed (staging arena {ARENA_FOLDER}/fpfs-" in message
+    assert message.endswith(f": Read-only file system); mount {ARENA_FOLDER} writable\n")
+    assert can_be_mounted(device, mountpoint)
+
+
+def test_too_few_open_files(places: Places, tmp_path: Path) -> None:
+    device, mountpoint = places
+    message = refusal(
+        *("mount", "-d", device, "--log", tmp_path / "log", mountpoint),
+        prefix=("sh", "-euc", 'ulimit -n 20\nexec "$@"', "sh"),
+    )
+    assert message == (
+        f"fpfs: mount at {mountpoint}: the server failed (descriptors of events: Too many open"
+        " files); let it open more files (ulimit -n)\n"
+    )
+    assert can_be_mounted(device, mountpoint)
+
+
 @pytest.fixture
 def full_device(tmp_path: Path) -> Iterator[Path]:
     """An empty device directory on a filesystem of its own that a ballast fills."""
