@@ -152,6 +152,19 @@ def test_what_is_mounted(source: str, options: str, said: str) -> None:
     assert run_script(source, "-v", "-o", options, fpfs="/bin/echo").stdout == said
 
 
+@pytest.mark.usefixtures("helper")
+@pytest.mark.parametrize("name", ["one,two", "with,none"])
+def test_a_device_with_a_comma_in_its_path(tmp_path: Path, name: str) -> None:
+    device, mountpoint = tmp_path / name, tmp_path / "mount"
+    device.mkdir()
+    mountpoint.mkdir()
+    options = f"staging=16M,log={tmp_path}/log"
+    done = run("mount", "-v", "-t", "fuse.fpfs", "-o", options, device, mountpoint)
+    assert done.returncode == 0, done.stderr
+    assert f"mounted at {mountpoint} over {device} " in done.stdout
+    assert run(sys.executable, "-m", "fpfs.cli.main", "umount", mountpoint).returncode == 0
+
+
 PLAIN = (
     "rw suid dev exec atime relatime norelatime strictatime nostrictatime diratime nodiratime async"
     " lazytime nolazytime symfollow iversion noiversion mand nomand silent loud default_permissions"
