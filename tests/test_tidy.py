@@ -256,6 +256,11 @@ def test_the_stub_fits_the_extension(tmp_path: Path) -> None:
     assert found.read_text() == (REPOSITORY / "fpfs" / "_native.pyi").read_text()
 
 
+def test_the_package_says_that_it_is_typed() -> None:
+    """PEP 561: without this file type checkers read no annotation, nor the extension's stub."""
+    assert (REPOSITORY / "fpfs" / "py.typed").is_file()
+
+
 def test_versions_are_pinned() -> None:
     """Every dependency that pyproject.toml names has its tested version in constraints.txt."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
