@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from fpfs.cli import ctl, main
-from fpfs.core.options import _EXAMPLES, _FLAGS, _KERNEL, _WITHOUT_EFFECT
+from fpfs.core.options import (
+    _EXAMPLES,
+    _FLAGS,
+    _KERNEL,
+    _WITHOUT_EFFECT,
+    parse_mount_options,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 _NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
@@ -125,6 +131,16 @@ def test_each_command_can_be_read(words: list[str]) -> None:
 def test_there_are_commands() -> None:
     assert all(COMMANDS.values())
     assert len(COMMANDS["docs/fpfs-ctl.md"]) > 20
+
+
+def test_the_fstab_line_waits_for_each_drive() -> None:
+    """systemd itself mounts the first one's before: it takes the source for one path."""
+    page = (ROOT / "docs" / "mounting.md").read_text()
+    (line,) = re.findall(r"^\S+ +/\S+ +fuse\.fpfs .*$", page, re.MULTILINE)
+    source, _, _, options, *_ = line.split()
+    parse_mount_options([options])
+    waited = re.findall(r"x-systemd\.requires-mounts-for=([^,]+)", options)
+    assert waited == [str(Path(device).parent) for device in source.split(":")[1:]] != []
 
 
 SOURCES = {
