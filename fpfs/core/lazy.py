@@ -9,6 +9,10 @@ from importlib import import_module
 from typing import Any
 
 
+NUMPY = "pip install numpy in the environment of fpfs"
+"""How it is installed for commands, which need it and not torch."""
+
+
 def install(extra: str) -> str:
     """Return how what an extra of fpfs names is installed: PyPI's `fpfs` is another project."""
     return f"pip install '.[{extra}]' in a clone of fpfs"
@@ -51,4 +55,4 @@ def lazily(
     return find, names
 
 
-__all__ = ["install", "lazily", "needing"]
+__all__ = ["NUMPY", "install", "lazily", "needing"]

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from fpfs.cli.asking import Json, print_json
 from fpfs.cli.show import add_figures, add_texts, new_table, open_console, say
-from fpfs.core.lazy import install
+from fpfs.core.lazy import NUMPY
 from fpfs.core.mounts import mount_containing
 from fpfs.core.paths import encodable
 from fpfs.core.policy import CHUNK_BYTES_DEFAULT
@@ -239,7 +239,7 @@ def _planned(
         from fpfs.client.topology import WRITERS, Topology
     except ModuleNotFoundError as error:
         raise Refused(
-            asked="plan", wrong=f"{error.name} is missing", remedy=install("torch")
+            asked="plan", wrong=f"{error.name} is missing", remedy=NUMPY
         ) from None
     if shards < 1 or ranks % shards:
         raise Refused(

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from fpfs.cli.asking import Json, print_json
 from fpfs.cli.commands.fsck import progress_bar
 from fpfs.cli.show import add_figures, add_texts, ending_by_signal, new_table, open_console, say
-from fpfs.core.lazy import install
+from fpfs.core.lazy import NUMPY
 from fpfs.core.refusal import Refused, refuse_empty
 from fpfs.core.units import format_size
 
@@ -183,7 +183,7 @@ def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = No
         from fpfs.client.shares.format import Damaged
     except ModuleNotFoundError as error:
         raise Refused(
-            asked=asked, wrong=f"{error.name} is missing", remedy=install("torch")
+            asked=asked, wrong=f"{error.name} is missing", remedy=NUMPY
         ) from None
     try:
         with ending_by_signal(), progress_bar() as bar:

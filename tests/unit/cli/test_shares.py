@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from fpfs.cli import ctl
 from fpfs.client.shares import reading
 from fpfs.client.shares.format import Manifest
 from fpfs.client.shares.saving import save_shares
-from tests.support.processes import run
+from tests.support.processes import REPOSITORY, run
 from tests.support.ranks import Worlds
 from tests.support.states import directories, numbered, same, save_state
 
@@ -29,6 +31,27 @@ def saved(forks: Worlds, tmp_path: Path) -> list[str]:
 def printed(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
     assert ctl.main([*words, "--json"]) == status
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["verify", "/a"], ["gather", "/a", "-o", "/b"], ["plan", "--simulate", "1G", "--ranks", "2"]],
+)
+def test_numpy_is_enough(words: list[str]) -> None:
+    """It is what a line names where it is missing, and not torch, which is far larger."""
+    code = f"""if True:
+        import sys
+        sys.modules["numpy"] = None
+        from fpfs.cli import ctl
+        sys.exit(ctl.main({words}))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"fpfs-ctl: {words[0]}: numpy is missing; pip install numpy in the environment of fpfs\n",
+    )
 
 
 def test_gather(capsys: pytest.CaptureFixture[str], saved: list[str], tmp_path: Path) -> None:
