@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from fpfs.core.engine import BLOCK_BYTES
+from fpfs.daemon.devices import label
+from fpfs.daemon.devices.label import LOCK_NAME, LockHolder
 from fpfs.testing.mounted import Mount
+from tests.support.processes import expect_line, python_child, tell
 
 EXIT_TIMEOUT_S = 60
+
+_HOLDING = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+"""
 
 
 def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> None:
@@ -96,3 +110,30 @@ def assert_read(mount: Mount, before: Reads, size: int, *, times: int = 1) -> No
     assert asked / size == pytest.approx(times, rel=0.05)
     again = BLOCK_BYTES * (now.requests - before.requests)
     assert now.device_bytes - before.device_bytes <= asked + again
+
+
+@contextlib.contextmanager
+def draining(
+    folder: Path, patched: pytest.MonkeyPatch, *, last: Callable[[], None] = lambda: None
+) -> Iterator[list[bool]]:
+    """A server that was unmounted holds a directory, does `last` when that is found, and ends.
+
+    Yields what came of the tries to lock any.
+    """
+    lock = folder / LOCK_NAME
+    lock.touch()
+    tries: list[bool] = []
+    with python_child(_HOLDING, lock) as server:
+        expect_line(server, "held")
+        lock.write_bytes(msgspec.json.encode(LockHolder(server.pid, str(folder / "not mounted"))))
+        try_lock = label._try_lock
+
+        def tried(fd: int) -> bool:
+            tries.append(try_lock(fd))
+            if not tries[-1]:
+                last()
+                tell(server)
+            return tries[-1]
+
+        patched.setattr(label, "_try_lock", tried)
+        yield tries

@@ -68,34 +68,43 @@ def open_devices(
         check_trusted(path, asked=asked)
     lock_fds: list[int] = list(held_fds)
     try:
-        stamps = [read_stamp(path, asked=asked) for path in resolved]
-        fresh = [stamp is None for stamp in stamps]
-        for path, is_fresh in zip(resolved, fresh, strict=True):
-            if is_fresh:
-                check_empty(path, asked=asked)
-        _check_all_or_none_fresh(resolved, fresh, asked=asked)
-        if any(fresh) and not may_format:
-            raise Refused(
-                asked=asked,
-                wrong=f"{resolved[0]} is empty, and a read-only mount does not format",
-                remedy="mount it writable once, or run fpfs format",
-            )
+        stamps = _read_stamps(resolved, may_format=may_format, asked=asked)
         for path in () if held_fds else resolved:
             lock_fds += [
                 lock_directory(path, mountpoint=mountpoint, asked=asked, holder_pid=holder_pid)
             ]
-        if all(fresh):
-            known: Sequence[Stamp] = _format(resolved, asked=asked)
-            missing: Sequence[MissingDevice] = ()
+        if not held_fds:
+            # Again, since the mount that was waited for may have changed its devices meanwhile.
+            stamps = _read_stamps(resolved, may_format=may_format, asked=asked)
+        missing: Sequence[MissingDevice] = ()
+        formatted = not stamps
+        if formatted:
+            stamps = _format(resolved, asked=asked)
         else:
-            known = [stamp for stamp in stamps if stamp]
-            _check_stamps(resolved, known, asked=asked, adopt=adopt)
-            missing = search.missing(known, asked=asked)
-        return _opened(known, resolved, lock_fds, missing, formatted=all(fresh))
+            _check_stamps(resolved, stamps, asked=asked, adopt=adopt)
+            missing = search.missing(stamps, asked=asked)
+        return _opened(stamps, resolved, lock_fds, missing, formatted=formatted)
     except BaseException:
         for lock_fd in lock_fds:
             os.close(lock_fd)
         raise
+
+
+def _read_stamps(paths: Sequence[str], *, may_format: bool, asked: str) -> Sequence[Stamp]:
+    """The stamps of directories, none where all of these are empty. Raises `Refused`."""
+    stamps = [read_stamp(path, asked=asked) for path in paths]
+    fresh = [stamp is None for stamp in stamps]
+    for path, is_fresh in zip(paths, fresh, strict=True):
+        if is_fresh:
+            check_empty(path, asked=asked)
+    _check_all_or_none_fresh(paths, fresh, asked=asked)
+    if any(fresh) and not may_format:
+        raise Refused(
+            asked=asked,
+            wrong=f"{paths[0]} is empty, and a read-only mount does not format",
+            remedy="mount it writable once, or run fpfs format",
+        )
+    return [stamp for stamp in stamps if stamp]
 
 
 def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -> DeviceSet:
@@ -107,8 +116,26 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
     for path in paths if to_change else ():
         check_trusted(path, asked=asked)
     resolved = _check_paths(paths, asked=asked)
+    _read_all_stamps(resolved, asked=asked)
+    lock_fds: list[int] = []
+    try:
+        for path in resolved:
+            lock_fds += [lock_unnoted(path, asked=asked, alone=to_change)]
+        # Again, since a mount may have changed its devices, and ended, in between.
+        stamps = _read_all_stamps(resolved, asked=asked)
+        _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
+        Search(paths, {}, is_degraded=False).missing(stamps, asked=asked)
+    except BaseException:
+        for lock_fd in lock_fds:
+            os.close(lock_fd)
+        raise
+    return DeviceSet(stamps, resolved, lock_fds=lock_fds)
+
+
+def _read_all_stamps(paths: Sequence[str], *, asked: str) -> list[Stamp]:
+    """The stamps of directories that all have one. Raises `Refused`."""
     stamps = []
-    for path in resolved:
+    for path in paths:
         stamp = read_stamp(path, asked=asked)
         if stamp is None:
             raise Refused(
@@ -117,17 +144,7 @@ def find_devices(paths: Sequence[str], *, asked: str, to_change: bool = False) -
                 remedy="name all directories of one filesystem",
             )
         stamps.append(stamp)
-    lock_fds: list[int] = []
-    try:
-        for path in resolved:
-            lock_fds += [lock_unnoted(path, asked=asked, alone=to_change)]
-        _check_stamps(resolved, stamps, asked=asked, adopt=not to_change)
-        Search(paths, {}, is_degraded=False).missing(stamps, asked=asked)
-    except BaseException:
-        for lock_fd in lock_fds:
-            os.close(lock_fd)
-        raise
-    return DeviceSet(stamps, resolved, lock_fds=lock_fds)
+    return stamps
 
 
 def _opened(

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.devices.directory import DEVICES_MAX, open_devices
-from fpfs.daemon.devices.label import FORMAT_VERSION
+from fpfs.daemon.devices import directory
+from fpfs.daemon.devices.directory import DEVICES_MAX, find_devices, open_devices
+from fpfs.daemon.devices.label import FORMAT_VERSION, STAMP_NAME, lock_unnoted
 from fpfs.daemon.devices.opened_set import DeviceSet
 from tests.support.images import make_image, mounted_image, needs_filesystem_identity
 from tests.support.processes import run
+from tests.support.servers import draining
 
 
 @pytest.fixture
@@ -83,6 +85,91 @@ def test_a_directory_in_use_is_refused(folders: list[Path]) -> None:
     assert f"{folders[0]} is in use (process {os.getpid()}); unmount it there" in message
     with opened(folders):
         pass
+
+
+def contents(folders: Sequence[Path]) -> list[bytes | None]:
+    """The stamps as they are, byte for byte."""
+    stamps = [folder / STAMP_NAME for folder in folders]
+    return [stamp.read_bytes() if stamp.exists() else None for stamp in stamps]
+
+
+def test_a_device_that_is_removed_while_its_mount_is_waited_for(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits does not undo it: the stamps of the other devices stay as that mount left them."""
+    formatted(folders[:2])
+    left: list[bytes | None] = []
+
+    def remove() -> None:
+        edit_stamp(folders[0], device_count=3, removed=[1], catalog_devices=[0, 2], generation=3)
+        (folders[1] / "objects").rmdir()
+        (folders[1] / STAMP_NAME).unlink()
+        left.extend(contents(folders))
+
+    with draining(folders[1], monkeypatch, last=remove):
+        message = refusal(folders[:2])
+    assert f"{folders[1]} is empty, while {folders[0]} belongs to a filesystem; name" in message
+    assert contents(folders) == left
+
+
+def test_a_device_that_is_added_while_its_mount_is_waited_for(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted(folders[:2])
+    left: list[bytes | None] = []
+
+    def add() -> None:
+        paths = [str(folder) for folder in folders]
+        for folder in folders[:2]:
+            edit_stamp(folder, device_count=3, generation=1, paths=paths)
+        left.extend(contents(folders))
+
+    with draining(folders[0], monkeypatch, last=add):
+        message = refusal(folders[:2])
+    assert f"of 3 devices, device 2 (last at {folders[2]}) is missing; name all" in message
+    assert contents(folders) == left
+
+
+def test_stamps_are_those_that_the_mount_left_that_was_waited_for(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted(folders)
+
+    def move_the_catalog() -> None:
+        for folder in folders:
+            edit_stamp(folder, catalog_devices=[0, 2], generation=1)
+
+    with (
+        draining(folders[2], monkeypatch, last=move_the_catalog),
+        opened(folders) as devices,
+    ):
+        assert devices.catalog_directories == (str(folders[0]), str(folders[2]))
+    stamps = [json.loads((folder / STAMP_NAME).read_text()) for folder in folders]
+    assert [stamp["catalog_devices"] for stamp in stamps] == [[0, 2]] * 3
+    assert [stamp["generation"] for stamp in stamps] == [1] * 3
+
+
+def test_what_comes_into_an_empty_directory_while_it_is_waited_for(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with draining(folders[0], monkeypatch, last=(folders[1] / "thesis.tex").touch):
+        message = refusal(folders[:2])
+    assert f"{folders[1]} is not empty (thesis.tex is in it)" in message
+    assert contents(folders) == [None, None, None]
+
+
+def test_who_only_looks_sees_what_a_mount_left_that_ended_in_between(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted(folders)
+
+    def locked(path: str, *, asked: str, alone: bool) -> int:
+        edit_stamp(Path(path), catalog_devices=[0, 2], generation=1)
+        return lock_unnoted(path, asked=asked, alone=alone)
+
+    monkeypatch.setattr(directory, "lock_unnoted", locked)
+    with find_devices([str(folder) for folder in folders], asked="fsck") as devices:
+        assert devices.catalog_directories == (str(folders[0]), str(folders[2]))
 
 
 def test_too_many_devices(folders: list[Path]) -> None:

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 
 from fpfs.core.refusal import Refused
-from fpfs.daemon.devices import label
 from fpfs.daemon.devices.label import (
     FORMAT_VERSION,
     LOCK_NAME,
@@ -35,7 +34,7 @@ from fpfs.daemon.devices.label import (
     write_stamp,
 )
 from tests.support.images import make_image, mounted_image, needs_filesystem_identity
-from tests.support.processes import expect_line, python_child, tell
+from tests.support.servers import draining
 
 STAMP = Stamp(
     format_version=FORMAT_VERSION,
@@ -143,27 +142,7 @@ def test_a_server_that_drains_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was unmounted, lives on, and lets go of the lock by ending."""
-    holding = """
-import fcntl, os, sys
-lock = os.open(sys.argv[1], os.O_RDWR)
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.readline()
-"""
-    (tmp_path / LOCK_NAME).touch()
-    tries: list[bool] = []
-    with python_child(holding, tmp_path / LOCK_NAME) as server:
-        expect_line(server, "held")
-        (tmp_path / LOCK_NAME).write_bytes(_record(server.pid, tmp_path / "not mounted"))
-        try_lock = label._try_lock
-
-        def tried(fd: int) -> bool:
-            tries.append(try_lock(fd))
-            if not tries[-1]:
-                tell(server)
-            return tries[-1]
-
-        monkeypatch.setattr(label, "_try_lock", tried)
+    with draining(tmp_path, monkeypatch) as tries:
         os.close(lock_directory(str(tmp_path), mountpoint="/x", asked="test"))
     assert tries == [False, True]
 
