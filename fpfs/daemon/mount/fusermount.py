@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import select
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fpfs.core.mounts import MountEntry, mount_at, mount_table
@@ -28,6 +30,9 @@ READ_AHEAD_KIB = 4096
 """Read-ahead asked for where root can: the kernel starts FUSE mounts at 128 KiB."""
 MAX_READ_BYTES = 512 * 1024
 """Largest READ asked for: half a chunk, so that a reader takes one while the next is on its way."""
+
+MOUNTING_NAME = "mounting"
+"""The file in a runtime folder that those lock who mount."""
 
 _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD = -100
@@ -80,6 +85,20 @@ def check_mountpoint(mountpoint: str, *, asked: str) -> str:
             remedy="name a directory",
         )
     return resolved
+
+
+@contextlib.contextmanager
+def mounting(mountpoint: str, *, folder: str) -> Iterator[None]:
+    """Keep others of this user from mounting at a resolved directory; waits until none does.
+
+    A byte of a file in the runtime folder is locked, and not the directory: that may lie where
+    nothing can be, and anybody who may read it could lock it for ever.
+    """
+    path = os.path.join(folder, MOUNTING_NAME)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "rb+") as file:
+        # Two places of the same sum wait for each other, and nothing else comes of that.
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(os.fsencode(mountpoint)))
+        yield
 
 
 def mount(

@@ -383,15 +383,23 @@ class Server:
         """Mount, unless a server before did; returns the mount's ``major:minor`` and /dev/fuse."""
         if self._inherited is not None:
             return self._inherited.device, self._inherited.fuse_fd
-        mount = functools.partial(
-            fusermount.mount,
-            self._config.mountpoint,
-            options=mount_options(self._config.options, filesystem_id=self._devices.filesystem_id),
-            asked=self._config.asked,
-            held_fds=[fd for fd in (self._link.fileno(), self._config.ready_fd) if fd >= 0],
-        )
-        fuse_fd = await run_alone(mount)
-        return self._hold_mount(fuse_fd), fuse_fd
+        return await run_alone(self._mount_anew)
+
+    def _mount_anew(self) -> tuple[str, int]:
+        """Mount where nothing of fpfs is, and let the keeper hold that. Blocks."""
+        mountpoint, asked = self._config.mountpoint, self._config.asked
+        with fusermount.mounting(mountpoint, folder=self._config.runtime_folder):
+            # Again, since another mount may have been quicker.
+            fusermount.check_mountpoint(mountpoint, asked=asked)
+            fuse_fd = fusermount.mount(
+                mountpoint,
+                options=mount_options(
+                    self._config.options, filesystem_id=self._devices.filesystem_id
+                ),
+                asked=asked,
+                held_fds=[fd for fd in (self._link.fileno(), self._config.ready_fd) if fd >= 0],
+            )
+            return self._hold_mount(fuse_fd), fuse_fd
 
     def _connection(self) -> Connection:
         if self._inherited is None:

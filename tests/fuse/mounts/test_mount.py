@@ -12,17 +12,24 @@ import signal
 import stat
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fpfs.core.mounts import mount_at
+from fpfs.core.mounts import mount_at, mount_table
 from fpfs.core.options import MountOptions, ServerConfig
 from fpfs.core.protocol import control
 from fpfs.core.refusal import Refused
 from fpfs.daemon.mount import launch
-from fpfs.daemon.mount.fusermount import MAX_READ_BYTES, READ_AHEAD_KIB
+from fpfs.daemon.mount.fusermount import (
+    MAX_READ_BYTES,
+    MOUNTING_NAME,
+    READ_AHEAD_KIB,
+    mounting,
+)
+from fpfs.daemon.mount.paths import make_runtime_folder
 from fpfs.testing.mounted import (
     REPOSITORY,
     Mount,
@@ -231,6 +238,48 @@ def test_a_second_mount_at_the_same_place(places: tuple[Path, Path]) -> None:
         message = refusal("mount", "-d", places[0], mount.root)
         assert f"fpfs is mounted at {mount.root} already; run fpfs umount" in message
     assert os.listdir(places[0]) == []
+
+
+def test_of_two_mounts_at_the_same_place_at_once_one_is_made(tmp_path: Path) -> None:
+    """Both found nothing there, and come to mount at the same time."""
+    root = tmp_path / "mount"
+    names = ("first", "second")
+    for path in (root, *(tmp_path / name for name in names)):
+        path.mkdir()
+    folder = make_runtime_folder(asked="test")
+    with ThreadPoolExecutor() as pool:
+        with mounting(str(root), folder=folder):
+            inode = Path(folder, MOUNTING_NAME).stat().st_ino
+            place = f":{inode} {zlib.crc32(os.fsencode(root))} "
+            commands = [
+                pool.submit(
+                    run_fpfs,
+                    *("mount", "-d", tmp_path / name, "--log", tmp_path / f"{name}.log"),
+                    *("--staging", "16M", root),
+                )
+                for name in names
+            ]
+
+            def have_come() -> bool:
+                locks = Path("/proc/locks").read_text().splitlines()
+                waiting = [lock for lock in locks if " -> " in lock and place in lock]
+                return len(waiting) == 2 or all(command.done() for command in commands)
+
+            wait_until(have_come)
+            early = [command.done() for command in commands]
+        done = [command.result() for command in commands]
+    mounts = [entry for entry in mount_table() if entry.mountpoint == str(root)]
+    for _ in mounts:
+        check_fpfs("umount", root)
+    assert len(mounts) == 1
+    assert not any(early)
+    (made,) = (each for each in done if each.returncode == 0)
+    (refused,) = (each for each in done if each.returncode != 0)
+    assert f"mounted at {root} over" in made.stdout
+    assert refused.stderr == (
+        f"fpfs: mount at {root}: fpfs is mounted at {root} already; run fpfs umount {root} first,"
+        " or mount elsewhere\n"
+    )
 
 
 def test_a_mountpoint_that_is_missing_or_no_directory(places: tuple[Path, Path]) -> None:
