@@ -121,8 +121,7 @@ def mount(
     options = parse_mount_options([*(option or []), *flags, *(["degraded"] * degraded)])
     if foreground:
         return _serve_here(mountpoint, device or [], options)
-    started = launch.start(mountpoint=mountpoint, devices=device or [], options=options)
-    _show_started(started)
+    _start(mountpoint, device or [], options)
     return 0
 
 
@@ -138,11 +137,13 @@ def _serve_here(mountpoint: str, devices: list[str], options: MountOptions) -> i
     return process.run(config)
 
 
-def _show_started(started: launch.Started) -> None:
+def _start(mountpoint: str, devices: list[str], options: MountOptions) -> None:
+    with waiting(f"mounting at {mountpoint}; the server's log says what it waits for"):
+        started = launch.start(mountpoint=mountpoint, devices=devices, options=options)
     console = open_console()
     verb = "formatted and mounted" if started.readiness.formatted else "mounted"
-    devices = ", ".join(started.devices)
-    say(console, f"{verb} at {started.mountpoint} over {devices} (log {started.log})")
+    over = ", ".join(started.devices)
+    say(console, f"{verb} at {started.mountpoint} over {over} (log {started.log})")
     for note in started.readiness.notes:
         say(console, f"note: {note}")
 

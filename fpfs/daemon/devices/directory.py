@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Sequence
@@ -50,13 +51,15 @@ def open_devices(
     degraded: bool = False,
     held_fds: Sequence[int] = (),
     holder_pid: int = 0,
+    starter_fd: int = -1,
 ) -> DeviceSet:
     """Lock device directories, format them when all are empty, and check that they fit together.
 
     `adopt` accepts directories that were copied or moved to another filesystem; without
     `may_format`, empty ones are refused. `degraded` accepts that some cannot be used, or are not
     named. `held_fds` hold the locks already of all that a server before used, and are taken over:
-    what it did without, or has lost, is missing then; else `holder_pid` is named as their holder.
+    what it did without, or has lost, is missing then; else `holder_pid` is named as their holder,
+    and a server that drains is waited for while somebody reads from the pipe `starter_fd`.
     Raises `Refused`.
     """
     search = Search(paths, {}, is_degraded=degraded or bool(held_fds))
@@ -66,13 +69,14 @@ def open_devices(
     # What the server before used is used by this one, too: programs have files open there.
     for path in () if held_fds else search.paths:
         check_trusted(path, asked=asked)
+    lock = functools.partial(
+        lock_directory, mountpoint=mountpoint, holder_pid=holder_pid, starter_fd=starter_fd
+    )
     lock_fds: list[int] = list(held_fds)
     try:
         stamps = _read_stamps(resolved, may_format=may_format, asked=asked)
         for path in () if held_fds else resolved:
-            lock_fds += [
-                lock_directory(path, mountpoint=mountpoint, asked=asked, holder_pid=holder_pid)
-            ]
+            lock_fds += [lock(path, asked=asked)]
         if not held_fds:
             # Again, since the mount that was waited for may have changed its devices meanwhile.
             stamps = _read_stamps(resolved, may_format=may_format, asked=asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import select
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,9 @@ DRAIN_S = 60
 
 _FS_IOC_GETFSUUID = 0x80111500
 """_IOR(0x15, 0, struct fsuuid2): one length byte and 16 of UUID. Linux 6.9, needs no privilege."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Backing(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,12 +149,15 @@ def write_stamp(path: str, stamp: Stamp) -> None:
         os.close(folder_fd)
 
 
-def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 0) -> int:
+def lock_directory(
+    path: str, *, mountpoint: str, asked: str, holder_pid: int = 0, starter_fd: int = -1
+) -> int:
     """Take a directory's lock; returns the descriptor that holds it.
 
     `holder_pid` is the process that is named as the holder, this one if it is 0.
 
-    A server that was unmounted and still drains is waited for, `DRAIN_S` at most.
+    A server that was unmounted and still drains is waited for, `DRAIN_S` at most, and no longer
+    than somebody reads from the pipe `starter_fd`.
     """
     lock_path = os.path.join(path, LOCK_NAME)
     with refusing(path, asked=asked):
@@ -158,7 +165,8 @@ def lock_directory(path: str, *, mountpoint: str, asked: str, holder_pid: int = 
     try:
         if not _try_lock(lock_fd):
             holder = lock_holder(path)
-            if not (_drains(holder) and _try_lock(lock_fd)):
+            drained = _wait_while_it_drains(path, holder, asked=asked, starter_fd=starter_fd)
+            if not (drained and _try_lock(lock_fd)):
                 raise _in_use(path, holder, asked=asked)
         content = msgspec.json.encode(LockHolder(holder_pid or os.getpid(), mountpoint))
         # Over what is there, and cut then: a full device lets a block go and has none for it again.
@@ -194,8 +202,10 @@ def _try_lock(lock_fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _drains(holder: LockHolder | None) -> bool:
-    """Whether the holder had been unmounted; then it is waited for."""
+def _wait_while_it_drains(
+    path: str, holder: LockHolder | None, *, asked: str, starter_fd: int
+) -> bool:
+    """Whether the holder had been unmounted; then it is waited for. Raises `Refused`."""
     if holder is None or not holder.mountpoint:
         return False
     entry = mount_at(holder.mountpoint)
@@ -205,12 +215,24 @@ def _drains(holder: LockHolder | None) -> bool:
         process_fd = os.pidfd_open(holder.pid)
     except ProcessLookupError:
         return True
+    log.info(
+        "%s is in use by process %d, whose mount at %s is not seen here: waiting %d s at most",
+        *(path, holder.pid, holder.mountpoint, DRAIN_S),
+    )
     try:
         poll = select.poll()
         poll.register(process_fd, select.POLLIN)
-        poll.poll(DRAIN_S * 1000)
+        if starter_fd >= 0:
+            poll.register(starter_fd, 0)  # which tells of an error when nobody reads any more
+        ready = dict(poll.poll(DRAIN_S * 1000))
     finally:
         os.close(process_fd)
+    if starter_fd in ready:
+        raise Refused(
+            asked=asked,
+            wrong=f"whoever started this server did not wait until {path} was free",
+            remedy="mount again",
+        )
     return True
 
 

@@ -528,6 +528,7 @@ async def serve(
         degraded=config.options.degraded,
         held_fds=inherited.lock_fds if inherited else (),
         holder_pid=link.keeper_pid,
+        starter_fd=config.ready_fd,
     ) as devices:
         for missing in devices.missing:
             _log.warning(

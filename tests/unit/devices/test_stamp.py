@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import resource
@@ -139,12 +140,30 @@ def test_a_lock_that_somebody_else_holds_is_not_taken_from_one_that_ended(tmp_pa
 
 
 def test_a_server_that_drains_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was unmounted, lives on, and lets go of the lock by ending."""
+    caplog.set_level(logging.INFO)
     with draining(tmp_path, monkeypatch) as tries:
         os.close(lock_directory(str(tmp_path), mountpoint="/x", asked="test"))
     assert tries == [False, True]
+    (said,) = caplog.messages
+    assert re.match(rf"{tmp_path} is in use by process \d+, whose mount at .* is not seen", said)
+
+
+def test_who_asked_and_has_gone_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter, told = os.pipe()
+    try:
+        with (
+            draining(tmp_path, monkeypatch, last=lambda: os.close(starter)) as tries,
+            pytest.raises(Refused, match="did not wait until"),
+        ):
+            lock_directory(str(tmp_path), mountpoint="/x", asked="test", starter_fd=told)
+    finally:
+        os.close(told)
+    assert tries == [False]
 
 
 def test_where_the_kernel_knows_no_identity() -> None:
