@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-
 NUMPY = "pip install numpy in the environment of fpfs"
 """How it is installed for commands, which need it and not torch."""
 

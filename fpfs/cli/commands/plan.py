@@ -238,9 +238,7 @@ def _planned(
         from fpfs.client.plan import Plan, Records
         from fpfs.client.topology import WRITERS, Topology
     except ModuleNotFoundError as error:
-        raise Refused(
-            asked="plan", wrong=f"{error.name} is missing", remedy=NUMPY
-        ) from None
+        raise Refused(asked="plan", wrong=f"{error.name} is missing", remedy=NUMPY) from None
     if shards < 1 or ranks % shards:
         raise Refused(
             asked=f"plan --shards {shards}",

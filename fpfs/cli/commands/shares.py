@@ -182,9 +182,7 @@ def _run(asked: str, action: Callable[[Progress], T], *, output: str | None = No
         from fpfs.client.paths import NotLocal
         from fpfs.client.shares.format import Damaged
     except ModuleNotFoundError as error:
-        raise Refused(
-            asked=asked, wrong=f"{error.name} is missing", remedy=NUMPY
-        ) from None
+        raise Refused(asked=asked, wrong=f"{error.name} is missing", remedy=NUMPY) from None
     try:
         with ending_by_signal(), progress_bar() as bar:
             return action(bar.update)
