@@ -45,6 +45,10 @@ class _Offer(msgspec.Struct):
     """Their digest."""
     slices: list[bytes]
     """Digests of some tensors after the other, by which it is told where two ranks differ."""
+    lies: bytes
+    """Digest of how the tensors lie in memory: rank 0's file says it of all."""
+    lie_slices: list[bytes]
+    """As `slices`."""
     layout: str
     """Its digest: what is no tensor may be longer on one rank, and move all."""
     plan: bytes
@@ -85,6 +89,8 @@ def agree(
         bytes_of_storages=int(planning.records.sizes.sum()),
         records=planning.records.digest,
         slices=_slices(container.tensors),
+        lies=hashlib.blake2b(repr(container.lies).encode()).digest(),
+        lie_slices=_slices(container.lies),
         layout=container.layout_digest(),
         plan=planning.digest,
         process=Process.own(),
@@ -136,6 +142,8 @@ def _compare(offers: list[_Offer], tensors: list[str]) -> None:
                 f"{_where_they_differ(offer, offers[0], tensors)}: all ranks save tensors of the"
                 " same names, types and shapes, in the same order, sharded alike",
             )
+        if offer.lies != offers[0].lies:
+            raise RankFailed(rank, _lying_otherwise(offer, offers[0], tensors))
 
 
 def _slice_length(count: int) -> int:
@@ -153,17 +161,39 @@ def _slices(tensors: list[str]) -> list[bytes]:
 
 
 def _where_they_differ(offer: _Offer, first: _Offer, tensors: list[str]) -> str:
-    length = _slice_length(first.tensors)
-    if _slice_length(offer.tensors) != length:
+    if _slice_length(offer.tensors) != _slice_length(first.tensors):
         return ""
-    pairs = zip(first.slices, offer.slices, strict=False)
-    number = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
-    if number is None:
-        return ""
-    found = tensors[number * length : (number + 1) * length]
+    found = _differing(offer.slices, first.slices, tensors)
     if len(found) == 1:
         return f", whose {found[0]!r} it has not"
-    return f", of whose {len(found)} tensors from {found[0]!r} to {found[-1]!r} it has others"
+    return f", of whose {len(found)} tensors {_from_to(found)} it has others" if found else ""
+
+
+def _lying_otherwise(offer: _Offer, first: _Offer, tensors: list[str]) -> str:
+    found = _differing(offer.lie_slices, first.lie_slices, tensors) or tensors
+    if len(found) == 1:
+        what = f"saves {found[0]!r}, which lies"
+    else:
+        what = f"saves {len(found)} tensors {_from_to(found)}, of which some lie"
+    return (
+        f"{what} in memory otherwise than rank 0's (strides, offset, storage or conj bit): all"
+        " ranks save tensors that lie alike, as resolve_conj() and"
+        " clone(memory_format=torch.contiguous_format) make them"
+    )
+
+
+def _differing(slices: list[bytes], first: list[bytes], tensors: list[str]) -> list[str]:
+    """Return the first slice of rank 0's `tensors` that is another one."""
+    pairs = zip(first, slices, strict=False)
+    number = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
+    if number is None:
+        return []
+    length = _slice_length(len(tensors))
+    return tensors[number * length : (number + 1) * length]
+
+
+def _from_to(tensors: list[str]) -> str:
+    return f"from {tensors[0]!r} to {tensors[-1]!r}"
 
 
 def _described(offer: _Offer) -> str:

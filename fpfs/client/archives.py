@@ -49,7 +49,7 @@ def lay_out_each(items: Iterable[torch.Tensor | memoryview]) -> tuple[Container,
     Raises what torch.save raises.
     """
     layouts = _Layouts()
-    container = Container(bytes=0, text=bytearray(), parts=[], crc_places={}, tensors=[])
+    container = Container(bytes=0, text=bytearray(), parts=[], crc_places={}, tensors=[], lies=[])
     text, parts, places = container.text, container.parts, container.crc_places
     archives = []
     at = text_offset = text_start = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import hashlib
 import os
 import pickle
@@ -39,14 +40,19 @@ _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CRC_IN_ENTRY = 16
 
-_PLAIN = frozenset(
+_DICTS = frozenset((dict, collections.OrderedDict))
+_CONTAINERS = _DICTS | {tuple, list}
+_LEAVES = frozenset(
     (
-        *(bool, int, float, str, bytes, type(None), torch.dtype),
-        *(tuple, list, dict, collections.OrderedDict, torch.Size),
+        *(bool, int, float, str, bytes, type(None), torch.dtype, torch.Size),
         *(types.FunctionType, types.BuiltinFunctionType, type, type(torch.FloatStorage)),
     )
 )
+_PLAIN = _CONTAINERS | _LEAVES
 """Types whose objects are no tensors or storages: there are twenty for each tensor."""
+
+_TOLD = frozenset((bool, int, float, complex, bytes, type(None), torch.dtype))
+"""Types of keys that say the same in every process."""
 
 
 class Unsupported(ValueError):
@@ -87,7 +93,9 @@ class Container(NamedTuple):
     crc_places: dict[int, list[tuple[int, int]]]
     """The records whose CRC32s are in each text, by its number, and where in the file, in order."""
     tensors: list[str]
-    """Type, shape and, if it has one, name of each tensor, as they were pickled."""
+    """Of each the keys that lead to it, type and shape, as they were pickled."""
+    lies: list[str]
+    """How each lies in memory, as the file says of rank 0's; "" of what is made to lie alike."""
     moment: Moment | None = None
     """When it was to be saved, for what other devices have of it; None: it is to be now."""
 
@@ -240,8 +248,8 @@ class _Pickling:
         storages: dict[str, torch.UntypedStorage] = {}
         self.storages = storages
         """By torch's keys, in the order that they have in the file."""
-        tensors: list[str] = []
-        self.tensors = tensors
+        seen = self.seen = _Seen()
+        places = seen.places
         wholes = self._wholes = _Wholes()
         before: Any = None
         name = ""
@@ -255,21 +263,26 @@ class _Pickling:
                 def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
                     nonlocal before, name
                     previous, before = before, obj
-                    if type(obj) in _PLAIN:
+                    kind = type(obj)
+                    if kind in _PLAIN:
+                        # There are three tuples for each tensor, to which no keys lead.
+                        if kind in _CONTAINERS and (id(obj) in places or kind in _DICTS):
+                            seen.enter(obj)
                         return None
                     if isinstance(obj, torch.Tensor):
                         # A dictionary's key is pickled before its value.
                         name = previous if isinstance(previous, str) else ""
-                        # Nested tensors have no shape, nor have a lazy module's yet.
-                        has_none = obj.is_nested or torch.nn.parameter.is_lazy(obj)
-                        shape = "" if has_none else tuple(obj.shape)
-                        tensors.append(f"{name} {obj.dtype} {shape}")
+                        seen.add(obj, name)
                         return None
                     saved = torchs(self, obj)
                     if isinstance(saved, tuple) and saved[0] == "storage":
                         typed = isinstance(obj, torch.storage.TypedStorage)
                         # Its function untyped() warns, of what torch itself does.
-                        storages[saved[2]] = obj._untyped_storage if typed else obj  # noqa: SLF001
+                        storage = obj._untyped_storage if typed else obj  # noqa: SLF001
+                        storages[saved[2]] = storage
+                        seen.add_storage(obj, storage, previous)
+                    else:
+                        seen.enter(obj)
                     return saved
 
                 cls.persistent_id = persistent_id  # type: ignore[method-assign]
@@ -278,8 +291,9 @@ class _Pickling:
                 if whole and isinstance(obj, torch.Tensor):
                     sharded = sharded_of(obj, name)
                     if sharded is not None:
-                        tensors[-1] += " sharded"
-                        return wholes.stand_in(obj, sharded).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                        made = wholes.stand_in(obj, sharded)
+                        seen.stands_in(made)
+                        return made.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
                 return NotImplemented
 
             def dump(self, obj: Any) -> None:
@@ -309,6 +323,117 @@ class _Pickling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
+
+
+class _Seen:
+    """What the pickler has come to, by which ranks compare what they save.
+
+    It comes to each container before what is in it, so the keys that lead to a tensor are known.
+    Objects are known by their ids: the pickler keeps them alive.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[str] = []
+        """`Container.tensors`."""
+        self.lies: list[str] = []
+        """`Container.lies`."""
+        self.places: dict[int, str] = {}
+        """The keys that lead to what the pickler has not come to yet, by its id."""
+        self._numbers: dict[int, int] = {}
+        """Of storages that have bytes, in order, by what torch knows them by."""
+        self._kept: list[Any] = []
+        """What the pickler may not keep alive, and another object could have the id of."""
+
+    def enter(self, obj: Any) -> None:
+        """The pickler has come to what is no tensor, and comes to what is in it next."""
+        own = self.places.pop(id(obj), "")
+        if isinstance(obj, dict):
+            for key, value in dict.items(obj):
+                if type(value) not in _LEAVES:
+                    self.places.setdefault(id(value), _under(own, key))
+        elif own and isinstance(obj, (list, tuple)):
+            # Not by their indices: one rank may have more that is no tensor.
+            for value in obj:
+                if type(value) not in _LEAVES:
+                    self.places.setdefault(id(value), f"{own}[]")
+        if own and type(obj) not in _CONTAINERS and type(obj).__dictoffset__ != 0:
+            self._kept.append(obj.__dict__)
+            self.places.setdefault(id(self._kept[-1]), own)
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """The pickler has come to a tensor, behind that text."""
+        # Nested tensors have no shape, nor have a lazy module's yet.
+        has_none = tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
+        shape = "" if has_none else tuple(tensor.shape)
+        self.tensors.append(f"{self._named(tensor, name)} {tensor.dtype} {shape}")
+        self.lies.append("" if has_none else self._lie(tensor))
+
+    def add_storage(self, obj: Any, storage: torch.UntypedStorage, previous: Any) -> None:
+        """The pickler has come to a storage: to one that no tensor has, if it is not known yet."""
+        if storage.nbytes() > 0 and storage._cdata not in self._numbers:  # noqa: SLF001
+            self._number(storage)
+            name = previous if isinstance(previous, str) else ""
+            self.tensors.append(f"{self._named(obj, name)} storage")
+            self.lies.append("")
+
+    def stands_in(self, made: torch.Tensor) -> None:
+        """This is pickled instead of the last tensor."""
+        self.tensors[-1] += " sharded"
+        self._number(made.untyped_storage())
+
+    def _named(self, obj: Any, name: str) -> str:
+        place = self.places.pop(id(obj), "")
+        return f"{place}{name}" if place == "" or place.endswith("[]") else place
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        return self._numbers.setdefault(storage._cdata, len(self._numbers))  # noqa: SLF001
+
+    def _lie(self, tensor: torch.Tensor) -> str:
+        """Tell what the file says of a tensor besides type and shape, if that tells its bytes."""
+        if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+            return self._lie_of_own(tensor)
+        # Of those that torch_dispatch is for, torch saves the tensors that they are made of.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return ""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return self._lie_of_own(tensor)
+
+    def _lie_of_own(self, tensor: torch.Tensor) -> str:
+        if tensor.is_meta or not torch._C._has_storage(tensor):  # noqa: SLF001
+            return ""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return ""
+        number = self._number(storage)
+        if tensor.numel() == 0:
+            return f"{number}"
+        strides: tuple[int, ...] = ()
+        if not tensor.is_contiguous():
+            # What a dimension of one element has for a stride, nobody goes.
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            strides = tuple(stride for count, stride in pairs if count != 1)
+        offset, conj, neg = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        return f"{number} {offset} {strides} {conj} {neg}"
+
+
+def _under(place: str, key: Any) -> str:
+    """Where a dictionary at `place` leads by a key."""
+    if place == "" and type(key) is str and "[" not in key:
+        return key
+    return f"{place}[{_key_text(key)}]"
+
+
+def _key_text(key: Any) -> str:
+    """What a key is, or only of what type if that may be told otherwise in another process."""
+    if isinstance(key, str):
+        return str.__repr__(key)
+    if type(key) in _TOLD or isinstance(key, np.generic):
+        return repr(key)
+    if type(key) is tuple:
+        return f"({', '.join(map(_key_text, key))})"
+    if isinstance(key, enum.Enum):
+        return f"{type(key).__qualname__}.{key.name}"
+    return type(key).__qualname__
 
 
 class _Wholes:
@@ -371,7 +496,8 @@ def lay_out(state: Any, *, whole: bool = False) -> Container:
         text=sink.text,
         parts=parts,
         crc_places=places,
-        tensors=pickling.tensors,
+        tensors=pickling.seen.tensors,
+        lies=pickling.seen.lies,
     )
 
 

@@ -211,6 +211,7 @@ def lay_out_safetensors(
             f"{item.name} {item.dtype} {item.shape}{' sharded' * (item.sharding is not None)}"
             for item in items
         ],
+        lies=[],
     )
 
 
@@ -218,7 +219,7 @@ def lay_out_text(state: bytes, *, whole: bool = False) -> Container:
     """Lay out a file of `state` alone."""
     del whole
     text = bytearray(memoryview(state))  # of a number it would make so many zeros
-    return Container(len(text), text, [Text(0, len(text), 0)], crc_places={}, tensors=[])
+    return Container(len(text), text, [Text(0, len(text), 0)], crc_places={}, tensors=[], lies=[])
 
 
 def _items(tensors: Any, *, whole: bool) -> list[_Item]:
