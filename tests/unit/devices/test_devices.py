@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,40 +93,43 @@ def contents(folders: Sequence[Path]) -> list[bytes | None]:
     return [stamp.read_bytes() if stamp.exists() else None for stamp in stamps]
 
 
-def test_a_device_that_is_removed_while_its_mount_is_waited_for(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+def remove_the_second(folders: Sequence[Path]) -> None:
+    edit_stamp(folders[0], device_count=3, removed=[1], catalog_devices=[0, 2], generation=3)
+    (folders[1] / "objects").rmdir()
+    (folders[1] / STAMP_NAME).unlink()
+
+
+def add_a_third(folders: Sequence[Path]) -> None:
+    paths = [str(folder) for folder in folders]
+    for folder in folders[:2]:
+        edit_stamp(folder, device_count=3, generation=1, paths=paths)
+
+
+@pytest.mark.parametrize(
+    ("change", "awaited", "why"),
+    [
+        (remove_the_second, 1, "{1} is empty, while {0} belongs to a filesystem; name"),
+        (add_a_third, 0, "of 3 devices, device 2 (last at {2}) is missing; name all"),
+    ],
+)
+def test_devices_that_change_while_their_mount_is_waited_for(
+    change: Callable[[Sequence[Path]], None],
+    awaited: int,
+    why: str,
+    folders: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who waits does not undo it: the stamps of the other devices stay as that mount left them."""
+    """Who waits does not undo it: the stamps stay as that mount left them."""
     formatted(folders[:2])
     left: list[bytes | None] = []
 
-    def remove() -> None:
-        edit_stamp(folders[0], device_count=3, removed=[1], catalog_devices=[0, 2], generation=3)
-        (folders[1] / "objects").rmdir()
-        (folders[1] / STAMP_NAME).unlink()
+    def last() -> None:
+        change(folders)
         left.extend(contents(folders))
 
-    with draining(folders[1], monkeypatch, last=remove):
+    with draining(folders[awaited], monkeypatch, last=last):
         message = refusal(folders[:2])
-    assert f"{folders[1]} is empty, while {folders[0]} belongs to a filesystem; name" in message
-    assert contents(folders) == left
-
-
-def test_a_device_that_is_added_while_its_mount_is_waited_for(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    formatted(folders[:2])
-    left: list[bytes | None] = []
-
-    def add() -> None:
-        paths = [str(folder) for folder in folders]
-        for folder in folders[:2]:
-            edit_stamp(folder, device_count=3, generation=1, paths=paths)
-        left.extend(contents(folders))
-
-    with draining(folders[0], monkeypatch, last=add):
-        message = refusal(folders[:2])
-    assert f"of 3 devices, device 2 (last at {folders[2]}) is missing; name all" in message
+    assert why.format(*folders) in message
     assert contents(folders) == left
 
 

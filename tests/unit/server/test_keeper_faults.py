@@ -73,6 +73,7 @@ def limit(pid: int, processes: int) -> None:
     subprocess.run(words, check=True, timeout=60)
 
 
+@pytest.mark.root
 def test_the_next_server_is_started_when_there_is_room_for_a_process() -> None:
     """What has killed the last one, as a limit, may still be there."""
     with subprocess.Popen(
