@@ -16,7 +16,14 @@ import msgspec
 
 from fpfs.core.addresses import parse_listen_address
 from fpfs.core.engine import BLOCK_BYTES
-from fpfs.core.policy import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MIN, WHOLE_DEFAULT, Acknowledge
+from fpfs.core.policy import (
+    CHUNK_BYTES_DEFAULT,
+    CHUNK_BYTES_MIN,
+    KEYS,
+    WHOLE_DEFAULT,
+    Acknowledge,
+    parse_setting,
+)
 from fpfs.core.refusal import Refused
 from fpfs.core.units import parse_size_bytes
 
@@ -207,7 +214,8 @@ def _parse_value(name: str, value: str) -> tuple[str, object]:
         case "idle":
             return name, _choice(Idle, name, value)
         case "whole":
-            return name, () if value == "none" else tuple(filter(None, value.split(":")))
+            parse_setting(name, value, asked=f"{name}={value}")
+            return name, KEYS[name].parse(value)
         case "checksums":
             return name, _choice(Checksums, name, value)
         case "log" | "control_group":
