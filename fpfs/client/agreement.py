@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from fpfs.client.container import Container, Layout
 from fpfs.client.gathering import Offered, can_gather
-from fpfs.client.peers import Peers, Process, RankFailed
-from fpfs.client.plan import Plan
+from fpfs.client.peers import Peers, Process, RankFailed, named
+from fpfs.client.plan import Plan, Records
 from fpfs.client.planning import Planning
 from fpfs.core.units import format_size
 
@@ -49,6 +51,8 @@ class _Offer(msgspec.Struct):
     """Digest of how the tensors lie in memory: rank 0's file says it of all."""
     lie_slices: list[bytes]
     """As `slices`."""
+    shardings: list[str]
+    """Of the first tensor that is sharded in each way: name, placements and ranks."""
     layout: str
     """Its digest: what is no tensor may be longer on one rank, and move all."""
     plan: bytes
@@ -91,6 +95,7 @@ def agree(
         slices=_slices(container.tensors),
         lies=hashlib.blake2b(repr(container.lies).encode()).digest(),
         lie_slices=_slices(container.lies),
+        shardings=_shardings(container, planning.records),
         layout=container.layout_digest(),
         plan=planning.digest,
         process=Process.own(),
@@ -135,6 +140,8 @@ def _compare(offers: list[_Offer], tensors: list[str]) -> None:
                 "was given another plan than rank 0: all ranks save by plans of the same topology"
                 " and writers, or none",
             )
+        if offer.slices == offers[0].slices:
+            _compare_shardings(rank, offer.shardings, offers[0].shardings)
         if offer.records != offers[0].records:
             raise RankFailed(
                 rank,
@@ -144,6 +151,33 @@ def _compare(offers: list[_Offer], tensors: list[str]) -> None:
             )
         if offer.lies != offers[0].lies:
             raise RankFailed(rank, _lying_otherwise(offer, offers[0], tensors))
+
+
+def _compare_shardings(rank: int, own: list[str], first: list[str]) -> None:
+    for mine, its in itertools.zip_longest(own, first, fillvalue="none in this way"):
+        if mine != its:
+            raise RankFailed(
+                rank,
+                f"has {mine}, and rank 0 has {its}: all ranks shard a tensor alike, over one"
+                " DeviceMesh or over slices of one",
+            )
+
+
+def _shardings(container: Container, records: Records) -> list[str]:
+    found: dict[tuple[object, ...], str] = {}
+    for index, sharding in enumerate(records.shardings):
+        mesh, cuts = sharding.mesh, sharding.cuts
+        if (mesh, cuts) not in found:
+            sharded = container.record(int(np.argmax(records.sharding_of == index))).sharded
+            assert sharded is not None
+            placements = ["Replicate()"] * len(mesh.shape)
+            for mesh_dim, dim in cuts:
+                placements[mesh_dim] = f"Shard({dim})"
+            found[mesh, cuts] = (
+                f"{sharded.name!r} as {', '.join(placements)} on a mesh of shape"
+                f" {mesh.shape} with {named(mesh.ranks)}"
+            )
+    return list(found.values())
 
 
 def _slice_length(count: int) -> int:

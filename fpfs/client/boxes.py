@@ -107,6 +107,27 @@ class Mesh:
             isinstance(other, Mesh) and (self.shape, self.ranks) == (other.shape, other.ranks)
         )
 
+    def with_replicas(self, root: Mesh) -> Mesh:
+        """This slice of `root` with all others that lie in it alike, along a last dimension more.
+
+        All ranks of `root` come to the same. A mesh that is not one of several slices stays as it
+        is.
+        """
+        places = {rank: place for place, rank in enumerate(root.ranks)}
+        own = [places[rank] for rank in self.ranks]
+        slices: list[list[int]] = []
+        free = set(places.values())
+        for first in range(len(root.ranks)):
+            if first in free:
+                slices.append([first + place - min(own) for place in own])
+                if not free.issuperset(slices[-1]):
+                    return self
+                free.difference_update(slices[-1])
+        if own not in slices or len(slices) == 1:
+            return self
+        places_of_each = itertools.chain.from_iterable(zip(*slices, strict=True))
+        return Mesh((*self.shape, len(slices)), [root.ranks[place] for place in places_of_each])
+
 
 class Sharding(NamedTuple):
     """How a mesh cuts a tensor. Of tensors of one shape and type it is the same."""
@@ -175,7 +196,7 @@ def box_of(sharding: Sharding, rank: int) -> Box:
 
 
 def order_of_cuts(placements: Sequence[Any], mesh: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """`Sharding.cuts` of a DTensor's placements.
+    """`Sharding.cuts` of a DTensor's placements. The mesh may have dimensions of replicas behind.
 
     Dimensions of the mesh cut in order; a _StridedShard, which FSDP2 makes of what another
     dimension of the mesh has cut before, cuts after those behind it. Raises ValueError of one whose
@@ -191,7 +212,7 @@ def order_of_cuts(placements: Sequence[Any], mesh: Sequence[int]) -> tuple[tuple
             continue
         behind = [
             mesh[other]
-            for other in range(mesh_dim + 1, len(mesh))
+            for other in range(mesh_dim + 1, len(placements))
             if not placements[other].is_replicate() and placements[other].dim == dim
         ]
         if placement.split_factor != math.prod(behind):

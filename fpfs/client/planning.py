@@ -104,8 +104,8 @@ def check_whole(container: Container, ranks: Collection[int]) -> None:
         is_held = np.isin(sharding.holders, list(ranks)).any(axis=1)
         if not (is_held | (sizes == 0).any(axis=1)).all():
             raise ValueError(
-                f"the group's ranks have not all of {sharded.name!r}: it is sharded over"
-                f" {len(sharding.mesh.ranks)} ranks, and the group must have all of these"
+                f"the group's ranks have not all of {sharded.name!r}: it is cut into"
+                f" {len(sharding.holders)} parts, and the group must have a rank of each"
             )
 
 

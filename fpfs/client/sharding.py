@@ -78,10 +78,27 @@ _meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 
 
 def _mesh_of(mesh: Any) -> Mesh:
+    """The mesh of a DTensor, with the other slices of the mesh that it is a slice of.
+
+    What tensor parallelism leaves whole and FSDP2 shards has a replica on each slice, and each rank
+    a DTensor of its own slice. torch.distributed.checkpoint takes them for replicas, too.
+    """
     found = _meshes.get(mesh)
     if found is None:
-        found = _meshes[mesh] = Mesh(mesh.mesh.shape, mesh.mesh.flatten().tolist())
+        found, root = (
+            Mesh(each.mesh.shape, each.mesh.flatten().tolist()) for each in (mesh, _root_of(mesh))
+        )
+        found = _meshes[mesh] = found.with_replicas(root)
     return found
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that this one is a slice of, or the mesh itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001
+    # Older versions of torch know only what a slice of a slice was sliced from.
+    root = dist.device_mesh._mesh_resources.get_root_mesh(mesh)  # noqa: SLF001
+    return root if root == mesh else _root_of(root)
 
 
 _cuts_of = functools.lru_cache(maxsize=4096)(order_of_cuts)

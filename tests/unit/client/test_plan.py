@@ -308,7 +308,7 @@ def test_a_part_that_no_rank_has() -> None:
     check_whole(container, [0, 1])
     plan = Plan(container.records(), Topology.regular(2))
     assert [sum(piece.bytes for piece in plan.share(rank).pieces) for rank in range(2)] == [8, 8]
-    with pytest.raises(ValueError, match="the group's ranks have not all of 'weight': .* 3 ranks"):
+    with pytest.raises(ValueError, match="the group's ranks have not all of 'weight': .* 3 parts"):
         check_whole(container, [0, 2])
 
 

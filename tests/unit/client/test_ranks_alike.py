@@ -11,12 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from fpfs import client
+from fpfs.client import planning
 from fpfs.client.container import lay_out
+from fpfs.client.plan import Plan
+from fpfs.client.topology import Topology
 from tests.support.ranks import Worlds
-from tests.support.states import FORMER, a_mesh, own_directory, same
+from tests.support.states import (
+    FORMER,
+    a_mesh,
+    directories,
+    own_directory,
+    own_part,
+    random_tensor,
+    same,
+)
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.arange(12.0, 24.0).reshape(3, 4)
 
@@ -76,6 +89,11 @@ def sharded_in_order(*, reverse: bool) -> dict[Any, Any]:
     """DTensors by numbers."""
     rows = [distribute_tensor(each, a_mesh(), [Shard(0)]) for each in (A, B)]
     return in_order({1: rows[0], 2: rows[1]}, reverse=reverse)
+
+
+def cut(whole: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:
+    """A DTensor of what each rank has a copy of."""
+    return distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
 
 
 Make = Callable[[bool], Any]
@@ -149,7 +167,26 @@ ORDERED: dict[str, tuple[str, Make]] = {
 }
 """What rank 1 (True) has in another order than rank 0, and what is said of it."""
 
-DIFFERENT = {f"lies: {name}": each for name, each in LYING.items()} | ORDERED
+SHARDED: dict[str, tuple[str, Make]] = {
+    "placements": (
+        "'w' as Shard(1) on a mesh of shape (2,) with ranks 0, 1, and rank 0 has 'w' as Shard(0)",
+        lambda other: {"w": cut(A, a_mesh(), int(other))},
+    ),
+    "meshes": (
+        "with rank 1, and rank 0 has 'w' as Shard(0) on a mesh of shape (1,) with rank 0: all",
+        lambda other: {"w": cut(A, DeviceMesh("cpu", [int(other)], _init_backend=False))},
+    ),
+    "a part": (
+        "'w' as Shard(0) on a mesh of shape (2,) with ranks 0, 1, and rank 0 has none in this way",
+        lambda other: {
+            "v": cut(A, a_mesh(), 1),
+            "w": cut(B, a_mesh(), 0 if other else 1),
+        },
+    ),
+}
+"""What rank 1 (True) has sharded otherwise than rank 0, and what is said of it."""
+
+DIFFERENT = {f"lies: {name}": each for name, each in LYING.items()} | ORDERED | SHARDED
 
 
 def save_unlike(root: str, what: str) -> list[str]:
@@ -173,7 +210,7 @@ def test_what_is_not_alike_is_refused(forks: Worlds, tmp_path: Path, what: str) 
     client.save(FORMER, path)
     for said in forks.start(2, save_unlike, str(path.parent), what).values():
         for each in said:
-            assert each.startswith("rank 1: saves ")
+            assert each.startswith(("rank 1: saves ", "rank 1: has "))
             assert DIFFERENT[what][0] in each
     assert same(client.load(path), FORMER)
     assert not any(
@@ -221,6 +258,71 @@ def test_what_is_promised_to_work(forks: Worlds, path: Path) -> None:
     for name in expected:
         if type(name) is str and name != "holder":
             assert same(found[name], expected[name])
+
+
+PLACED: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "same": Replicate()}
+
+
+def whole_of_slices() -> dict[str, torch.Tensor]:
+    """What the tensors on slices are parts of."""
+    names = [f"{dims} {how}" for dims in ("dp", "tp", "dp cp") for how in PLACED]
+    return {
+        name: random_tensor(torch.float32, (37, 24), seed=seed) for seed, name in enumerate(names)
+    }
+
+
+def on_slices(mesh: DeviceMesh, wholes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a rank: DTensors on slices of a mesh, of which each rank knows its own."""
+    found = {}
+    for name, whole in wholes.items():
+        *dims, how = name.split()
+        placements = [PLACED[how], *[Replicate()] * (len(dims) - 1)]
+        found[name] = distribute_tensor(whole, mesh[tuple(dims)], placements, src_data_rank=None)
+    return found
+
+
+def save_slices(root: str) -> list[Any]:
+    """As a rank: save in each way what lies on slices of a mesh, and load it into the like."""
+    planning.CHUNK_BYTES_DEFAULT = 512  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "cp"))
+    state, own = on_slices(mesh, whole_of_slices()), own_directory(root, 2)
+    path = os.path.join(root, "state.pt")
+    plan = Plan.build(state, Topology.of())
+    saved = client.save(state, path)
+    client.save(state, f"{path}.planned", plan=plan)
+    with client.AsyncSaver() as saver:
+        saver.save(state, f"{path}.beside")
+        saver.wait()
+    client.save_safetensors(state, f"{path}.safetensors")
+    # Each slice by itself has all.
+    rows = {name: tensor for name, tensor in state.items() if name.startswith("dp")}
+    client.save(rows, f"{path}.{mesh['tp'].get_local_rank()}", group=mesh["dp"].get_group())
+    client.save_shares(state, own)
+    for load in (client.load, client.load_shares):
+        empty = on_slices(mesh, {name: torch.zeros(37, 24) for name in state})
+        load(path if load is client.load else own, into=empty)
+        assert all(same(own_part(empty[name]), own_part(state[name])) for name in state)
+    return [saved.bytes, [part.bytes for part in saved.written]]
+
+
+def test_slices_of_one_mesh_are_replicas(forks: Worlds, tmp_path: Path) -> None:
+    first, *others = forks.start(4, save_slices, str(tmp_path)).values()
+    assert others == [first] * 3
+    size, written = first
+    assert len(written) == 4
+    assert sum(written) == size
+    assert max(written) < 1.1 * size / 4
+    expected = whole_of_slices()
+    path = tmp_path / "state.pt"
+    for other in ("", ".planned", ".beside"):
+        assert same(torch.load(f"{path}{other}"), expected)
+    rows = {name: whole for name, whole in expected.items() if name.startswith("dp")}
+    for number in range(2):
+        assert same(torch.load(f"{path}.{number}"), rows)
+    assert same(client.load(path), expected)
+    loaded = load_file(f"{path}.safetensors")
+    assert same({name: loaded.pop(name) for name in expected} | loaded, expected)
+    assert same(client.load_shares(directories(tmp_path, 2), group=client.ALONE), expected)
 
 
 @pytest.mark.parametrize("what", ["strides", "offsets", "storages", "conj", "many"])

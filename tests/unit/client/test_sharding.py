@@ -6,6 +6,7 @@ import itertools
 import math
 import resource
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -72,7 +73,9 @@ def test_parts_are_torchs(name: str, shape: tuple[int, int]) -> None:
     mesh_shape, placements = MESHES[name]
     ranks = list(range(10, 10 + math.prod(mesh_shape)))
     mesh = Mesh(mesh_shape, ranks)
-    sharding = Sharding(shape, 4, mesh, order_of_cuts(placements, mesh_shape))
+    cuts = order_of_cuts(placements, mesh_shape)
+    assert cuts == order_of_cuts(placements, (*mesh_shape, 2))  # with replicas
+    sharding = Sharding(shape, 4, mesh, cuts)
     coordinates = itertools.product(*map(range, mesh_shape))
     parts: dict[Box, set[int]] = {}
     for rank, coordinate in zip(ranks, coordinates, strict=True):
@@ -96,6 +99,31 @@ def test_who_has_no_part() -> None:
     sharding = Sharding((4, 4), 1, Mesh((2,), (3, 5)), ((0, 0),))
     assert box_of(sharding, 4).elements == 0
     assert box_of(sharding, 5) == Box((2, 0), (2, 4))
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_slices_of_a_mesh_are_replicas(data: st.DataObject, shape: list[int]) -> None:
+    numbers = data.draw(st.permutations(range(math.prod(shape))))
+    root = np.array(numbers).reshape(shape)
+    dims = data.draw(st.permutations(range(len(shape))))
+    kept = dims[: data.draw(st.integers(1, len(shape)))]
+    # Each row is a slice, as a DeviceMesh cuts it.
+    rows = root.transpose(*dims[len(kept) :], *kept).reshape(-1, *(shape[dim] for dim in kept))
+    whole = Mesh(root.shape, root.flatten().tolist())
+    made = {Mesh(row.shape, row.flatten().tolist()).with_replicas(whole) for row in rows}
+    assert len(made) == 1
+    mesh = made.pop()
+    sharding = Sharding((24,), 1, mesh, tuple((dim, 0) for dim in range(len(kept))))
+    assert [set(part) for part in sharding.holders] == [
+        set(part) for part in rows.reshape(len(rows), -1).T
+    ]
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (0, 1, 2), (0, 3), (2, 3, 0)])
+def test_what_is_no_slice_has_no_replicas(ranks: tuple[int, ...]) -> None:
+    mesh = Mesh((len(ranks),), ranks)
+    assert mesh.with_replicas(Mesh((2, 2), range(4))) is mesh
+    assert mesh.with_replicas(mesh) is mesh
 
 
 @pytest.mark.parametrize(
