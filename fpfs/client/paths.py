@@ -127,25 +127,39 @@ def ranks_here() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def parents_of_missing(path: str | os.PathLike[str]) -> list[str]:
-    """Where names are new when the directory `path` is made, and those above it that are missing.
+def make_directories(path: str | os.PathLike[str], *, made: list[str] | None = None) -> list[str]:
+    """Make a directory and those above it that are missing; return those that have new names.
 
-    What was made survives power loss when these are flushed.
+    What was made survives power loss when these are flushed. made: takes what this makes, from
+    outer to inner, also if it fails. Raises OSError as os.makedirs does with `exist_ok`.
     """
-    found, at = [], os.path.abspath(path)
-    while not os.path.exists(at):
-        at = os.path.dirname(at)
-        found.append(at)
-    return found
+    path = at = os.fspath(path)
+    parents = list[str]()
+    # Not even what is always there can be looked at on a mount that nobody serves any more.
+    while at not in (os.curdir, os.sep) and not os.path.exists(at):
+        at = os.path.dirname(at) or os.curdir
+        parents.append(at)
+    for each in [*reversed(parents[:-1]), path]:
+        try:
+            os.mkdir(each)
+        except OSError:  # of some filesystems EROFS or EACCES, though it is there
+            if not os.path.isdir(each):
+                raise
+        else:
+            if made is not None:
+                made.append(each)
+    # They may be flushed when the process has gone to another directory.
+    return [os.path.realpath(each) for each in parents]
 
 
-def flush(path: str | os.PathLike[str]) -> None:
-    """Return when a file, or the names in a directory, survive power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def flush(*paths: str | os.PathLike[str]) -> None:
+    """Return when files, and the names in directories, survive power loss."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def name_file(error: BaseException | None, path: str) -> None:

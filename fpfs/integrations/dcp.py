@@ -62,7 +62,9 @@ from fpfs.client.paths import (
     check_flag,
     check_threads,
     default_threads,
+    flush,
     is_on_fpfs,
+    make_directories,
     ranks_here,
     resolve,
 )
@@ -150,7 +152,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, with room for what comes."""
-        os.makedirs(self._directory, exist_ok=True)
+        parents = make_directories(self._directory)
+        if self._durable:
+            flush(*parents)
         if not self._overwrite:
             for name in (DCP_METADATA, self._metadata_name):
                 if os.path.exists(os.path.join(self._directory, name)):

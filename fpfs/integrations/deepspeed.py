@@ -45,7 +45,7 @@ from fpfs.client.paths import (
     check_threads,
     default_threads,
     flush,
-    parents_of_missing,
+    make_directories,
     ranks_here,
     refuse_address,
 )
@@ -191,12 +191,11 @@ class FpfsCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. What that fails of belongs to the checkpoint: all ranks raise it."""
+        del exist_ok  # True in all of DeepSpeed's calls
         # Some of these calls are one rank's, for which all wait.
         with self.told_by_all():
             refuse_address(path)
-            parents = parents_of_missing(path)
-            os.makedirs(path, exist_ok=exist_ok)
-            self._unflushed += parents
+            self._unflushed += make_directories(path)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a checkpoint; raise what the one before has failed of.
@@ -352,8 +351,7 @@ def _conclude(checkpoint: _Checkpoint, saver: AsyncSaver) -> None:
                 raise checkpoint.failure or error from None
             if checkpoint.failure is not None:
                 raise checkpoint.failure
-            for each in checkpoint.unflushed:
-                flush(each)
+            flush(*checkpoint.unflushed)
             checkpoint.peers.exchange("durable", info.tag, name, of=type(None))
     except BaseException as error:
         logger.error(

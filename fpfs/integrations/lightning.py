@@ -34,7 +34,7 @@ from fpfs.core.lazy import needing
 with needing("fpfs.integrations.lightning", extra="lightning"):
     from fpfs.client.async_saving import AsyncSaver, Saving
     from fpfs.client.loading import load
-    from fpfs.client.paths import check_flag, refuse_address, resolve
+    from fpfs.client.paths import check_flag, flush, make_directories, refuse_address, resolve
     from fpfs.client.peers import ALONE
     from fpfs.client.restoring import MapLocation
     from fpfs.client.saving import Saved, save
@@ -118,7 +118,7 @@ class FpfsCheckpointIO:
                 raise
             # This one may be the last of the run: it is not lost for that.
             failed = error.with_traceback(None)
-        os.makedirs(os.path.dirname(resolve(name)), exist_ok=True)
+        flush(*make_directories(os.path.dirname(resolve(name))))
         # A Trainer says when its run ends, and nobody else does. SLURM ends it without.
         has_an_end = _is_within_run(checkpoint) and not _is_last_of_job(name)
         if self._asynchronous and has_an_end and not self._is_behind_exception(checkpoint):

@@ -44,7 +44,7 @@ from fpfs.client.paths import (
     check_threads,
     flush,
     is_on_fpfs,
-    parents_of_missing,
+    make_directories,
     resolve,
 )
 from fpfs.client.peers import ALONE
@@ -119,11 +119,13 @@ class FpfsStorage(LocalFileSystemStorage):
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Make a directory, if it is not there; and those above it."""
-        parents = parents_of_missing(path)
-        super().mkdir(path, recursive)
+        if recursive:
+            parents = make_directories(path)
+        else:
+            super().mkdir(path, recursive)
+            parents = [str(path.parent)]
         if self._durable:
-            for each in parents:
-                flush(each)
+            flush(*parents)
 
     def rename(
         self,

@@ -40,7 +40,7 @@ with needing("fpfs.integrations.transformers", extra="transformers"):
     from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
-from fpfs.client.paths import flush, refuse_address
+from fpfs.client.paths import flush, make_directories, refuse_address
 from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
@@ -303,6 +303,8 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
             place = os.path.join(output, name)
             if os.path.lexists(place) and not os.path.isdir(place):
                 raise FileExistsError(errno.EEXIST, "it is no directory: remove it", place)
+            # What is new within it, `_finish` flushes.
+            flush(*make_directories(output))
             os.makedirs(folder, exist_ok=True)
             if args.should_save:
                 self._save_small(folder)
@@ -392,8 +394,7 @@ def _finish(
             _remove(folder)
         else:
             for inside, _, files in os.walk(folder, topdown=False):
-                for path in [*(os.path.join(inside, file) for file in files), inside]:
-                    flush(path)
+                flush(*(os.path.join(inside, file) for file in files), inside)
             former, place = os.path.join(output, FORMER + name), os.path.join(output, name)
             with contextlib.suppress(FileNotFoundError):
                 os.rename(place, former)

@@ -32,7 +32,7 @@ import numpy as np
 from fpfs.client.agreement import Agreed, agree
 from fpfs.client.boxes import Ints
 from fpfs.client.container import Container, Text, lay_out
-from fpfs.client.paths import default_threads, flush, name_file, parents_of_missing, resolve
+from fpfs.client.paths import default_threads, flush, make_directories, name_file, resolve
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, cause_of, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import (
@@ -336,7 +336,9 @@ class SharesSave:
         self._agreed: Agreed = agree(self._peers, state, plan, lay_out, gathers=False)
         self.progress.total_bytes = self._agreed.plan.share(self._peers.rank).bytes
         self.path = resolve(directory)
-        _make_directory(self.path, self._made)
+        # What is there and is no directory, os.listdir refuses.
+        if not os.path.exists(self.path):
+            flush(*make_directories(self.path, made=self._made))
         status = os.stat(self.path)
         former, failure = _look_for_former(self.path)
         kernel = Process.own().kernel
@@ -747,21 +749,6 @@ def _write_all(fd: int, content: bytes | bytearray, *, at: int) -> None:
     while rest:
         count = os.pwrite(fd, rest, at)
         rest, at = rest[count:], at + count
-
-
-def _make_directory(path: str, made: list[str]) -> None:
-    """Make a directory and those above it that are missing; `made` takes those that this makes."""
-    parents = parents_of_missing(path)
-    for missing in [*reversed(parents[:-1]), path] if parents else []:
-        try:
-            os.mkdir(missing)
-        except FileExistsError:  # another rank's
-            continue
-        made.append(missing)
-    if not os.path.isdir(path):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    for parent in parents:
-        flush(parent)
 
 
 __all__ = ["SharesSave", "save_shares"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,35 @@ def test_shares_and_copies_are_durable_before_a_manifest_names_them(
     shares = 2 * 2 * 3
     assert not any("manifest.json" in step for step in steps[:shares])
     assert steps[shares : shares + 3] == made(0, "manifest.json")
+
+
+def test_directories_are_durable_before_shares_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_steps(tmp_path / "log", monkeypatch)
+    client.save_shares(numbered(1), tmp_path / "new" / "deeper")
+    steps = told_steps(tmp_path / "log", tmp_path)
+    assert steps[:2] == ["flush new", "flush ."]
+
+
+UNSEEN = """
+import os, sys
+from fpfs.client.paths import make_directories
+
+os.chdir(sys.argv[1])
+os.setresuid(54321, 54321, 54321)
+make_directories("new/deeper")
+"""
+
+
+@pytest.mark.root
+def test_a_working_directory_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """As on a mount that nobody serves any more."""
+    tmp_path.chmod(0)
+    words = [sys.executable, "-c", UNSEEN, str(tmp_path)]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr.endswith("PermissionError: [Errno 13] Permission denied: 'new'\n")
+    assert os.listdir(tmp_path) == []
 
 
 def save_and_tell(path: str, log: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fpfs.dcp import Reader, Writer
+from tests.support.failures.calls import tell_steps, told_steps
 
 pytestmark = [
     # torch's own: of one process, of what it does itself.
@@ -116,23 +118,18 @@ def test_a_file_that_is_shorter_than_a_rank_has_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_bytes_are_flushed_before_metadata_names_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    """Elsewhere than on fpfs, also if they need not be durable."""
-    done = []
-    fsync, rename = os.fsync, os.rename
-
-    def note_fsync(fd: int) -> None:
-        done.append(f"flush {Path(os.readlink(f'/proc/self/fd/{fd}')).suffix}")
-        fsync(fd)
-
-    def note_rename(source: str, target: str, **options: Any) -> None:
-        done.append(f"name {target}")
-        rename(source, target, **options)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", note_rename)
-    writer = Writer(folder, durable=durable)
+    """Elsewhere than on fpfs, also if they need not be durable; new directories' names, if so."""
+    tell_steps(tmp_path / "log", monkeypatch)
+    writer = Writer(tmp_path / "new" / "deeper", durable=durable)
     dcp.save({"a": torch.ones(8)}, storage_writer=writer, no_dist=True)
-    last = ["flush "] * durable
-    assert done == ["flush .distcp", "flush .metadata", "name .metadata", *last]
+    steps = told_steps(tmp_path / "log", tmp_path)
+    steps = [re.sub(r"__0_\w+", "", step) for step in steps]
+    assert steps == [
+        *["flush new", "flush ."] * durable,
+        "flush new/deeper/.distcp",
+        "flush new/deeper/.metadata",
+        "name new/deeper/.metadata",
+        *["flush new/deeper"] * durable,
+    ]

@@ -27,8 +27,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (
 
 from fpfs.client import RankFailed, writing
 from fpfs.core import transfers
-from fpfs.integrations import deepspeed as integration
 from fpfs.integrations.deepspeed import register
+from tests.support.failures.calls import tell_steps, told_steps
 from tests.support.ranks import Worlds
 from tests.support.states import flushed_files, same
 from tests.support.waiting import wait_until
@@ -522,22 +522,23 @@ def test_a_save_that_ends_when_it_is_durable(
     assert ranks == [[*expected, True], [*expected, False]]
 
 
-def save_in_new_directories(folder: str) -> list[str]:
+def save_in_new_directories(folder: str, log: str) -> None:
     engine = engine_of(stage=0)
     registered = register(engine)
-    flushed: list[str] = []
-    integration.flush = flushed.append  # type: ignore[assignment]
+    tell_steps(Path(log), pytest.MonkeyPatch())
     engine.save_checkpoint(f"{folder}/new/run", tag="a/b")
     registered.wait()
     engine.destroy()
-    return flushed
 
 
 def test_names_are_flushed(forks: Worlds, tmp_path: Path) -> None:
     """Of all directories that are made: a checkpoint that `latest` names survives power loss."""
-    (flushed,) = forks.start(1, save_in_new_directories, tmp_path).values()
-    made = ["new", ".", "new/run/a", "new/run"]
-    assert [os.path.relpath(each, tmp_path) for each in flushed] == made
+    log = tmp_path / "log"
+    forks.start(1, save_in_new_directories, tmp_path, log).values()
+    steps = told_steps(log, tmp_path)
+    at = steps.index("name new/run/latest")
+    parents = ["new", ".", "new/run/a", "new/run"]
+    assert steps[at - 5 : at - 1] == [f"flush {each}" for each in parents]
 
 
 def save_weights(folder: str) -> list[Any]:

@@ -21,7 +21,7 @@ from fpfs.client import async_saving
 from fpfs.client.saving import Save
 from fpfs.integrations import lightning
 from fpfs.integrations.lightning import FpfsCheckpointIO
-from tests.support.failures.calls import full
+from tests.support.failures.calls import full, tell_steps, told_steps
 from tests.support.states import flushed_files
 
 WITHIN = {"fit_loop": {"epoch_progress": {"current": {"ready": 2, "completed": 1}}}}
@@ -68,6 +68,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     holding = Held(monkeypatch)
     yield holding
     holding.may_go_on.set()
+
+
+def test_names_of_new_folders_are_flushed(
+    plugin: FpfsCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_steps(tmp_path / "log", monkeypatch)
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "new" / "deeper" / "a.ckpt")
+    plugin.wait()
+    assert told_steps(tmp_path / "log", tmp_path)[:2] == ["flush new", "flush ."]
 
 
 def test_save_load_remove(plugin: FpfsCheckpointIO, tmp_path: Path) -> None:

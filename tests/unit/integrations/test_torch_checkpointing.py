@@ -33,6 +33,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from fpfs.client import writing
 from fpfs.integrations import torch_checkpointing
 from fpfs.integrations.torch_checkpointing import FpfsStorageConfig
+from tests.support.failures.calls import tell_steps, told_steps
 from tests.support.ranks import Worlds
 from tests.support.states import large_state, same, some_states
 
@@ -262,14 +263,15 @@ def test_ranges_of_a_file(tmp_path: Path) -> None:
 
 def test_names_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of new directories, and of the one that has the checkpoint; not where nobody asks for it."""
-    flushed: list[Path] = []
-    monkeypatch.setattr(torch_checkpointing, "flush", lambda path: flushed.append(Path(path)))
+    log = tmp_path / "log"
+    tell_steps(log, monkeypatch)
     save(tmp_path / "new" / "step1", {"step": 1}, "fpfs")
-    temporary = tmp_path / "new" / "tmp_step1"
-    assert flushed == [temporary.parent, tmp_path, tmp_path / "new"]
-    flushed.clear()
+    steps = told_steps(log, tmp_path)
+    assert steps[:2] == ["flush new", "flush ."]
+    assert steps[-2:] == ["name new/step1", "flush new"]
+    log.unlink()
     save(tmp_path / "newer" / "step1", {"step": 1}, "fpfs, early")
-    assert flushed == []
+    assert not {"flush newer", "flush ."} & set(told_steps(log, tmp_path))
 
 
 @pytest.mark.parametrize("durable", [True, False])

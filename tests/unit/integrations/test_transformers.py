@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -574,6 +575,17 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(
         "flush .",
         f"name {REMOVED}checkpoint-2",
     ]
+
+
+def test_names_of_new_directories_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one that Trainer has made is gone when its first checkpoint is saved."""
+    trainer = trainer_of(tmp_path / "new" / "run", 2, by_fpfs=True)
+    shutil.rmtree(tmp_path / "new")
+    tell_steps(tmp_path / "log", monkeypatch)
+    trainer.train()
+    assert told_steps(tmp_path / "log", tmp_path)[:2] == ["flush new", "flush ."]
 
 
 def test_what_killed_runs_have_left_goes(tmp_path: Path) -> None:

@@ -500,7 +500,7 @@ def test_the_shares_of_the_manifest_that_is_there_stay(
 def test_a_directory_that_cannot_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "flush", unreadable)
+    monkeypatch.setattr(os, "fsync", unreadable)
     with pytest.raises(OSError, match="Input/output error"):
         save_shares(numbered(1), tmp_path / "new" / "deeper")
     assert os.listdir(tmp_path) == [], "what was made is removed"
