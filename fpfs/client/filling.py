@@ -27,7 +27,7 @@ from fpfs.client.archives import check_archive, is_located, offset_of
 from fpfs.client.boxes import Box, runs_of
 from fpfs.client.parallel_file import Piece
 from fpfs.client.sharding import is_dtensor, part_of
-from fpfs.client.snapshot import ALIGNMENT, bytes_of
+from fpfs.client.snapshot import ALIGNMENT, bytes_of_tensor
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
@@ -166,9 +166,7 @@ def _waves_of(fillings: Sequence[Filling], *, begin: float) -> list[_Wave]:
     """The tensors' bytes in the order of the file, of at most BUFFER_BYTES each."""
     tensors, pieces, end = list[torch.Tensor](), list[Piece](), 0
     for filling in sorted(fillings, key=lambda filling: filling.pieces()[0][2]):
-        target = filling.target
-        start = target.storage_offset() * target.itemsize
-        tensors.append(bytes_of(target.untyped_storage(), start, start + target.nbytes))
+        tensors.append(bytes_of_tensor(filling.target))
         pieces.append((end, len(tensors[-1]), filling.pieces()[0][2]))
         end += len(tensors[-1])
     begins = [at for at, _, _ in pieces]

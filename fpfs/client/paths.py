@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -160,6 +161,15 @@ def flush(*paths: str | os.PathLike[str]) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def remove(path: str) -> None:
+    """Remove a file, a link itself, or a directory with what is in it; unless it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
 
 
 def name_file(error: BaseException | None, path: str) -> None:

@@ -264,6 +264,12 @@ def bytes_of(storage: torch.UntypedStorage, start: int, end: int) -> torch.Tenso
         return found.set_(storage)[start:end]
 
 
+def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that has them in one piece, where they lie."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return bytes_of(tensor.untyped_storage(), start, start + tensor.nbytes)
+
+
 def copy_rest(uncopied: Uncopied) -> None:
     """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it."""
     here = []
@@ -348,5 +354,6 @@ __all__ = [
     "TouchedMemory",
     "Uncopied",
     "bytes_of",
+    "bytes_of_tensor",
     "copy_rest",
 ]

@@ -65,13 +65,14 @@ from fpfs.client.paths import (
     flush,
     is_on_fpfs,
     make_directories,
+    name_file,
     ranks_here,
     resolve,
 )
 from fpfs.client.plan import Piece, Share
 from fpfs.client.replacement import Replacement, locked_directory
 from fpfs.client.sharding import is_dtensor
-from fpfs.client.snapshot import ALIGNMENT, TouchedMemory, Uncopied, bytes_of, copy_rest
+from fpfs.client.snapshot import ALIGNMENT, TouchedMemory, Uncopied, bytes_of_tensor, copy_rest
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import write
@@ -208,8 +209,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         except BaseException as error:
             with contextlib.suppress(OSError):  # the next save removes it
                 os.unlink(path)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = path
+            name_file(error, path)
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -675,7 +675,7 @@ class _Found:
             if id(value) not in memo:
                 part = self._parts.get(id(value))
                 if part is not None and part.is_held and not part.is_again:
-                    self.uncopied.add(_place_of(part, lent), _bytes_of(part.local))
+                    self.uncopied.add(_place_of(part, lent), bytes_of_tensor(part.local))
                 memo[id(value)] = (
                     _copied_by_torch(value)
                     if part is None
@@ -732,11 +732,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_whole and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    start = tensor.storage_offset() * tensor.itemsize
-    return bytes_of(tensor.untyped_storage(), start, start + tensor.nbytes)
-
-
 def _place_of(part: _Part, lent: torch.Tensor) -> torch.Tensor:
     return lent[part.at : part.at + part.local.nbytes]
 
@@ -752,7 +747,7 @@ def _copied(part: _Part, lent: torch.Tensor, copies: Copies) -> torch.Tensor:
     if part.is_again or part.is_held:
         pass
     elif local.device.type != "cpu" and _is_plain(local):
-        copies.begin(_place_of(part, lent), _bytes_of(local))
+        copies.begin(_place_of(part, lent), bytes_of_tensor(local))
     else:
         made.copy_(local)
     if not is_dtensor(part.tensor):

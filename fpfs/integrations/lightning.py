@@ -19,11 +19,9 @@ Concurrency: as Lightning uses it: one thread, also in a handler of a signal tha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import shutil
 import sys
 import threading
 from concurrent.futures import Future
@@ -34,7 +32,14 @@ from fpfs.core.lazy import needing
 with needing("fpfs.integrations.lightning", extra="lightning"):
     from fpfs.client.async_saving import AsyncSaver, Saving
     from fpfs.client.loading import load
-    from fpfs.client.paths import check_flag, flush, make_directories, refuse_address, resolve
+    from fpfs.client.paths import (
+        check_flag,
+        flush,
+        make_directories,
+        refuse_address,
+        remove,
+        resolve,
+    )
     from fpfs.client.peers import ALONE
     from fpfs.client.restoring import MapLocation
     from fpfs.client.saving import Saved, save
@@ -166,7 +171,7 @@ class FpfsCheckpointIO:
             if self._saving is not None and not _has_succeeded(self._saving.durable):
                 self._obsolete.append(name)
                 return
-        _remove(name)
+        remove(name)
 
     def wait(self) -> None:
         """Return when the last save is durable; raise what it has failed of."""
@@ -228,7 +233,7 @@ class FpfsCheckpointIO:
             while self._obsolete:
                 name = self._obsolete.pop(0)
                 try:
-                    _remove(name)
+                    remove(name)
                 except OSError as error:
                     logger.error("%s was not removed: %s", name, error)
 
@@ -297,14 +302,6 @@ def _local(path: str | os.PathLike[str]) -> str:
             return name.removeprefix(here)
     refuse_address(name)
     return name
-
-
-def _remove(name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.isdir(name) and not os.path.islink(name):
-            shutil.rmtree(name)
-        else:
-            os.unlink(name)
 
 
 # LightningCLI looks at the class before it makes a plugin.

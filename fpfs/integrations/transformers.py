@@ -24,7 +24,6 @@ import logging
 import os
 import random
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,7 +39,7 @@ with needing("fpfs.integrations.transformers", extra="transformers"):
     from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
-from fpfs.client.paths import flush, make_directories, refuse_address
+from fpfs.client.paths import flush, make_directories, refuse_address, remove
 from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
@@ -391,7 +390,7 @@ def _finish(
     try:
         output = os.path.dirname(folder)
         if durable.exception() is not None:
-            _remove(folder)
+            remove(folder)
         else:
             for inside, _, files in os.walk(folder, topdown=False):
                 flush(*(os.path.join(inside, file) for file in files), inside)
@@ -449,7 +448,7 @@ def _clear(output: str) -> None:
             if own == name or not _CHECKPOINT.fullmatch(own):
                 continue
             if prefix != FORMER or os.path.lexists(os.path.join(output, own)):
-                _remove(path)
+                remove(path)
             else:
                 os.rename(path, os.path.join(output, own))
 
@@ -459,21 +458,12 @@ def _remove_quietly(path: str) -> None:
     output, name = os.path.split(path)
     removed = os.path.join(output, REMOVED + name.removeprefix(FORMER))
     try:
-        _remove(removed)
+        remove(removed)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, removed)
-        _remove(removed)
+        remove(removed)
     except OSError as error:
         logger.error("%s was not removed: %s", path, error)
-
-
-def _remove(path: str) -> None:
-    """Remove a directory, or a link to one, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.islink(path):
-            os.unlink(path)
-        else:
-            shutil.rmtree(path)
 
 
 def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

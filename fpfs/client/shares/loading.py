@@ -256,10 +256,9 @@ def _agree(
                     if share not in holders:
                         raise RankFailed(rank, cause)
             check_found(manifest, holders.keys(), "any rank's directories")
-        count = len(manifest.shares)
-        all_near = all(set(each.shares) >= set(range(count)) for each in found)
-        some = [_some_of(holders.get(share, [])) for share in range(count)]
-        return [_Sources(content, some, all_near)] * len(found)
+        of_each = [holders.get(share, []) for share in range(len(manifest.shares))]
+        all_near = all(len(ranks) == len(found) for ranks in of_each)
+        return [_Sources(content, list(map(_some_of, of_each)), all_near)] * len(found)
 
     with _raising_own(peers, *failures.values()):
         sources = peers.exchange("seen", seen, tell, of=_Sources)

@@ -303,14 +303,14 @@ def test_what_cannot_be_removed_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has its name no longer, since it may have lost some of its files."""
-    remove = transformers._remove
+    remove = transformers.remove
 
     def fail(path: str) -> None:
         if os.path.isdir(path) and transformers.REMOVED in path:
             raise PermissionError(13, os.strerror(13), path)
         remove(path)
 
-    monkeypatch.setattr(transformers, "_remove", fail)
+    monkeypatch.setattr(transformers, "remove", fail)
     trainer_of(tmp_path, 6, by_fpfs=True, save_total_limit=1).train()
     assert [name for name in checkpoints(tmp_path) if name[0] != "."] == ["checkpoint-6"]
     assert "checkpoint-2 was not removed: [Errno 13]" in caplog.text
