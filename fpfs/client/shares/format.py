@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Annotated, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from fpfs.client.boxes import Ints
 
-VERSION = 1
+VERSION: Final = 1
 MANIFEST = "manifest.json"
 ALIGNMENT = 4096
 """Of where the ranges begin in a share: the largest block that devices have."""
@@ -33,7 +33,7 @@ class Damaged(ValueError):
     """A file is no manifest or share, or not the one that it should be."""
 
 
-class Identity(msgspec.Struct, frozen=True, order=True):
+class Identity(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """Which checkpoint of a directory something belongs to. A later one is greater."""
 
     number: Natural
@@ -89,7 +89,7 @@ class Range(NamedTuple):
 class Header(msgspec.Struct, forbid_unknown_fields=True):
     """What a share says of itself."""
 
-    version: Natural
+    version: Literal[1]
     checkpoint: Identity
     share: Natural
     """Its number, from 0."""

@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -208,6 +209,32 @@ def test_ranges_that_cannot_be(row: list[int]) -> None:
 
 
 ONE = np.array([[0, 4, 1, 0, 0, 0]], dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (b'"version":1', b'"version":2'),
+        (b'"number":', b'"other":0,"number":'),
+        (b'"bytes":', b'"other":0,"bytes":'),
+    ],
+    ids=["version", "field of the checkpoint", "field"],
+)
+def test_what_a_later_fpfs_may_write_is_refused(said: bytes, instead: bytes) -> None:
+    content, manifest = a_share(ONE, 4)
+    header = content[8:].replace(said, instead)
+    begin = 8 + len(header)
+    changed = len(header).to_bytes(8, "little") + header
+    file = msgspec.structs.replace(
+        manifest.shares[0], header_bytes=begin, header_crc32=zlib.crc32(changed)
+    )
+    manifest = msgspec.structs.replace(manifest, shares=(file,))
+    with pytest.raises(Damaged, match="path is no share of a checkpoint: "):
+        decode_header(changed, manifest, 0, "path")
+    spaced = [each.replace(b":", b": ") for each in (said, instead)]
+    wrong = encode_manifest(manifest).replace(*spaced)
+    with pytest.raises(Damaged, match="path is (no manifest of a checkpoint: |of version 2)"):
+        decode_manifest(wrong, "path")
 
 
 @given(st.data())
