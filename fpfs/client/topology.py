@@ -75,7 +75,8 @@ class Topology(msgspec.Struct, frozen=True):
         """Return the topology of a group, all of whose ranks call this.
 
         path: where it will save; on a mount of fpfs the topology has its devices and chunks.
-        group, timeout_s: as `fpfs.save` has them, and raises RankFailed as that does.
+        group, timeout_s: as `fpfs.save` has them, and raises RankFailed as that does; of `path`
+            TypeError, ValueError, and `Refused` (`TimedOut`) if the mount's server does not tell.
         """
         from fpfs.client.peers import peers_of
 

@@ -11,7 +11,7 @@ Invariants:
   * `Stager` lends memory to one staged state at a time, for as long as anybody has a tensor of it.
 
 Concurrency: as torch.distributed.checkpoint uses them, one call after another. Two saves into one
-directory at once are not supported: one of them fails.
+directory at once are not supported: one of them may fail.
 """
 
 from __future__ import annotations

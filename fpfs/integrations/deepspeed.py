@@ -74,7 +74,8 @@ def register(
         ranks. None: as the configuration says in ``checkpoint.writer``, and True if it has none.
     threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks of a machine.
-    timeout_s: seconds that a rank waits at most for another, or for a file to become durable.
+    timeout_s: seconds that a rank waits at most for another that nothing is known of, or for a file
+        of which no byte is moved.
 
     All ranks call it. Of ``checkpoint.writer`` the key `decoupled` means the same; each file is one
     rank's, so `data_parallel` is not followed; the other keys say how DeepSpeed's writers write.

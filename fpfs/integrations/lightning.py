@@ -63,7 +63,7 @@ class FpfsCheckpointIO:
         again, and what is saved after the end of a run, is durable when it returns.
     memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
     threads: how many write. None: as many as there are processors, 2 to 8.
-    timeout_s: seconds that a call waits for the save before.
+    timeout_s: a call waits for the save before, until that has moved no byte for so many seconds.
 
     Copies of it, also in other processes, are new ones with the same arguments.
     """

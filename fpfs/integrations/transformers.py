@@ -77,7 +77,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     memory_bytes, staging_bytes: of the copy, as `fpfs.AsyncSaver` has them.
     threads: how many write, for each rank. None: as many as there are processors, 2 to 8, shared
         by the ranks.
-    timeout_s: seconds that a save waits for the one before.
+    timeout_s: a save waits for the one before, until that has moved no byte for so many seconds.
 
     What a save has failed of is raised by the next one, or at the end of training. The ranks of a
     machine save together. Where Trainer saves otherwise than its weights and one optimizer's state,
