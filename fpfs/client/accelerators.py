@@ -16,11 +16,13 @@ import contextlib
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import torch
 
+from fpfs.core.transfers import count_moved
 from fpfs.core.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _TORCH_KNOWS_STREAMS = hasattr(torch.Stream, "__enter__") and hasattr(
 
 _PORTABLE = 1
 """To cudaHostRegister: for all devices."""
+
+_MARK_BYTES = 256 * 1024 * 1024
+"""After so many that were begun it is asked whether they are copied."""
 
 POLL_S = 0.0002
 """How often it is asked whether copies are done: torch's own wait cannot be interrupted."""
@@ -110,6 +115,9 @@ class Copies:
         """On which copies were begun."""
         self._tensors = list[torch.Tensor]()
         """What is copied, from and to, which must stay till then."""
+        self._marks = deque[tuple[torch.Event, int]]()
+        """On streams, after how many bytes each, which are not counted yet."""
+        self._unmarked_bytes = 0
 
     def begin(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy to a tensor of the same shape; it is there after `wait`."""
@@ -127,6 +135,13 @@ class Copies:
             self._tensors += (to, source)
             with self._streams[device]:
                 to.copy_(source, non_blocking=True)
+            self._unmarked_bytes += source.nbytes
+            if self._unmarked_bytes >= _MARK_BYTES:
+                event = self._streams[device].record_event()
+                self._marks.append((event, self._unmarked_bytes))
+                self._unmarked_bytes = 0
+                # Memory that is not pinned has them by now.
+                self._count_marked()
 
     def _be_where_it_was_begun(self) -> None:
         # A new thread's current device is the first one, which may be another rank's: to touch it
@@ -146,9 +161,19 @@ class Copies:
         for stream in list(self._streams.values()):
             done = stream.record_event()
             while not done.query():
+                self._count_marked()
                 check()
                 time.sleep(POLL_S)
+        self._count_marked()
+        count_moved(self._unmarked_bytes)
+        self._unmarked_bytes = 0
         self._tensors.clear()
+
+    def _count_marked(self) -> None:
+        """Let who waits for the copies learn that they move."""
+        while self._marks and self._marks[0][0].query():
+            _, count = self._marks.popleft()
+            count_moved(count)
 
 
 def pin(address: int, size: int, device: torch.device) -> Callable[[], object] | None:

@@ -21,8 +21,8 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -83,6 +83,16 @@ class Saving:
         for future in (self.staged, self.acknowledged, self.durable):
             give_up(future, error)
 
+    def give_up(self, error: BaseException) -> None:
+        """Wait for it no longer: what still writes it may not give the file its name."""
+        self._progress.given_up = error
+        self.fail(error)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more, though it may still be written."""
+        return self._progress.given_up is not None
+
     def moved(self) -> object:
         """Return another value than before if any rank is known to have moved bytes since."""
         return self._progress.moved()
@@ -139,13 +149,6 @@ class _UnderWay(NamedTuple):
 
     saving: Saving
     memory: Memory
-
-
-class _Entered(NamedTuple):
-    """A save whose context is entered. Whoever takes it out of its list leaves that."""
-
-    steps: _Steps
-    held: Held
 
 
 class AsyncSaver:
@@ -331,8 +334,8 @@ class AsyncSaver:
         before = self._updates.savings
         steps = steps_of(peers)
         steps.__enter__()
-        # An interrupt may come when the thread has taken it out.
-        entered = [_Entered(steps, held)]
+        # Whoever takes it out leaves it. An interrupt may come when the thread has.
+        entered: list[_Steps] = [steps]
         memory: Memory | None = None
         saving: Saving | None = None
         try:
@@ -346,7 +349,7 @@ class AsyncSaver:
                 in_place_bytes=in_place.bytes,
             )
             self._updates.savings = (*(each.saving for each in self._under_way), saving)
-            copied = self._copying.submit(_copy, saving, steps, held)
+            copied = self._copying.submit(_copy, saving, steps)
             self._under_way.append(_UnderWay(saving, memory))
             written = self._writing.submit(_write, saving, entered, copied, self._threads)
             _at_exit.add(saving, written, timeout_s=self._timeout_s)
@@ -414,7 +417,10 @@ class AsyncSaver:
                 f" {self._timeout_s:.0f} s"
             )
         # No frame that the failure is raised through has the memory.
-        self._spare.append(self._under_way.popleft().memory)
+        if saving.is_given_up:  # It may still be read.
+            self._under_way.popleft()
+        else:
+            self._spare.append(self._under_way.popleft().memory)
         if self._strict:
             saving.durable.result()
 
@@ -573,40 +579,38 @@ class _AtExit:
         if found is not None:
             saving, _ = found
             logger.error("%s is given up: %s, and the process ends", saving.path, error)
-            saving.fail(error)
+            saving.give_up(error)
 
 
 _at_exit = _AtExit()
 
 
-def _stage(saving: Saving, held: Held) -> None:
-    """Say that the state may change; raises if that was waited for no longer."""
-    try:
-        if not saving.staged.done():
-            held.check()
-        saving.staged.set_result(None)
-    except InvalidStateError:
-        error = saving.staged.exception()
-        assert error is not None
-        raise error from None
-
-
-def _copy(saving: Saving, steps: _Steps, held: Held) -> None:
+def _copy(saving: Saving, steps: _Steps) -> None:
     """What the one thread does with a save: what its optimizers' next step waits for."""
-    try:
-        held.check()
+    with _staging(saving, is_last=saving.in_place_bytes == 0):
         steps.finish_snapshot()
-        if saving.in_place_bytes == 0:
-            _stage(saving, held)
+
+
+@contextlib.contextmanager
+def _staging(saving: Saving, *, is_last: bool) -> Iterator[None]:
+    """Read a state, which may change when the last of it is read."""
+    try:
+        yield
+        if is_last:
+            saving.staged.set_result(None)
     except BaseException as error:
-        if saving.in_place_bytes == 0:
-            give_up(saving.staged, error)
-        raise
+        if not is_last or give_up(saving.staged, error):
+            raise
+        # Nobody waited for it any more: that is why it failed, not what has changed since.
+        first = saving.staged.exception()
+        assert first is not None
+        error.__traceback__ = None  # Its frames have the copy.
+        raise first from None
 
 
 def _write(
     saving: Saving,
-    entered: list[_Entered],
+    entered: list[_Steps],
     copied: Future[None],
     threads: int | None,
 ) -> None:
@@ -616,6 +620,8 @@ def _write(
     except BaseException as error:  # noqa: BLE001 told by the futures
         # The error would keep the copy.
         traceback.clear_frames(error.__traceback__)
+        if saving.is_given_up:  # That was said.
+            return
         is_there = saving.acknowledged.done()
         # Said now: there may be no next call.
         logger.error(
@@ -630,12 +636,12 @@ def _write(
 
 def _write_and_tell(
     saving: Saving,
-    entered: list[_Entered],
+    entered: list[_Steps],
     copied: Future[None],
     threads: int | None,
 ) -> None:
     try:
-        steps, held = entered.pop()
+        steps = entered.pop()
     except IndexError:
         return
     # `save` adds the time that it waits for the first part of this.
@@ -644,9 +650,8 @@ def _write_and_tell(
         stack.push(steps)
         # Ranks that have begun may read what others have copied.
         copied.result()
-        steps.start(threads=threads)
-        if saving.in_place_bytes > 0:
-            _stage(saving, held)
+        with _staging(saving, is_last=saving.in_place_bytes > 0):
+            steps.start(threads=threads)
         finished = steps.write(threads=threads)
         saved = finished.saved(
             steps.path,

@@ -217,6 +217,8 @@ class Save:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._files: list[_File] = []
+        self._held = NOTHING_HELD
+        """What a snapshot has left."""
         self.progress = Progress(peers)
         """Of this rank."""
 
@@ -274,12 +276,14 @@ class Save:
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> InPlace:
         """Copy what this rank writes, and what others read of it: so the tensors may change.
 
-        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it.
+        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it. Both
+            raise RuntimeError if that has changed.
         """
         parts = [
             Part(file.container, file.plan.share(self._peers.rank), file.plan.gathered)
             for file in self._files
         ]
+        self._held = later
         copies, in_place = memory.copy(parts, later=later)
         for file, copied in zip(self._files, copies, strict=True):
             file.container, file.uncopied, file.in_place = copied
@@ -303,7 +307,9 @@ class Save:
             self._make(file)
         for file in made:
             if file.in_place:
+                self._held.check()
                 self._write_in_place(file, threads)
+                self._held.check()
 
     def write(
         self,
@@ -426,6 +432,7 @@ class Save:
 
     def _commit(self, durable: bool, *, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
+        self.progress.check()
         for replacement in self._replacements:
             replacement.complete(durable=durable)
         with contextlib.ExitStack() as stack:

@@ -25,10 +25,14 @@ from fpfs.client.accelerators import Copies, Moment, free_bytes, has_streams, no
 from fpfs.client.container import Container, Record
 from fpfs.client.plan import Share
 from fpfs.client.updates import NOTHING_HELD, Held
+from fpfs.core.transfers import count_moved
 from fpfs.core.units import format_size
 
 ALIGNMENT = 64
 """Of each copy: a cache line, and a multiple of every type's size."""
+
+_BLOCK_BYTES = 64 * 1024 * 1024
+"""After so many that are copied, who waits for them learns that they move."""
 
 _SMALL_BYTES = 64 * 1024
 """Of what is copied without a tensor of it, which takes longer to make than to copy."""
@@ -38,11 +42,13 @@ class Uncopied:
     """Bytes that are still to be copied, and what devices still copy.
 
     moment: what devices copy is of then.
+    held: whose bytes are copied later.
     """
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: Moment, held: Held = NOTHING_HELD) -> None:
         self.copies = Copies(moment)
         """Of other devices' bytes."""
+        self.held = held
         self._later = list[tuple[torch.Tensor, torch.Tensor]]()
 
     def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -196,7 +202,7 @@ class Memory:
         found = [
             Copied(
                 part.container._replace(parts=list(part.container.parts), moment=moment),
-                Uncopied(moment),
+                Uncopied(moment, later),
                 frozenset(number for of, number in in_place if of == index),
             )
             for index, part in enumerate(parts)
@@ -248,6 +254,7 @@ class Memory:
                 to.uncopied.add(copy, found.source)
             elif found.is_here:
                 copy.copy_(found.source)
+                count_moved(found.size)
             else:
                 to.uncopied.copies.begin(copy, found.source)
             if sharded is not None and is_whole:
@@ -271,7 +278,12 @@ def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_rest(uncopied: Uncopied) -> None:
-    """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it."""
+    """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it.
+
+    Raises RuntimeError of what is no longer as it was (`Held.check`), of memory that was given back
+    before it is read.
+    """
+    uncopied.held.check()
     here = []
     for copy, source in uncopied.take():
         if source.device.type == "cpu":
@@ -279,8 +291,13 @@ def copy_rest(uncopied: Uncopied) -> None:
         else:
             uncopied.copies.begin(copy, source)
     for copy, source in here:
-        np.copyto(_array_of(copy), _array_of(source))
+        to, of = _array_of(copy), _array_of(source)
+        for at in range(0, len(of), _BLOCK_BYTES):
+            block = slice(at, at + _BLOCK_BYTES)
+            np.copyto(to[block], of[block])
+            count_moved(len(of[block]))
     uncopied.copies.wait()
+    uncopied.held.check()
 
 
 def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -41,6 +41,8 @@ class Progress:
         self._peers = peers
         self.total_bytes = 0
         """Of the files that are agreed on by now."""
+        self.given_up: BaseException | None = None
+        """Why nobody waits for the save any more."""
         self._lock = threading.Lock()
         self._before = 0
         self._writer: PieceWriter | None = None
@@ -54,6 +56,11 @@ class Progress:
     def moved(self) -> object:
         """Return another value than before if any rank is known to have moved bytes since."""
         return moved_bytes(), self._peers.signed_s
+
+    def check(self) -> None:
+        """Raise if the save is given up, and so may not get its name."""
+        if self.given_up is not None:
+            raise self.given_up
 
     @contextlib.contextmanager
     def track(self, writer: PieceWriter) -> Iterator[None]:

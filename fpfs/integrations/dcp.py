@@ -76,7 +76,7 @@ from fpfs.client.snapshot import ALIGNMENT, TouchedMemory, Uncopied, bytes_of_te
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.client.updates import Held, Updates
 from fpfs.client.writing import write
-from fpfs.core.transfers import reserve_file
+from fpfs.core.transfers import moved_bytes, reserve_file
 
 SUFFIX = ".distcp"
 _TOKEN_BYTES = 8
@@ -478,7 +478,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         future.set_running_or_notify_cancel()
         reading = _Reading()
         # Before steps wait for it: who is interrupted here may step, which is noticed.
-        self._copying.submit(_copy_later, future, reading, staged, found.uncopied, held)
+        self._copying.submit(_copy_later, future, reading, staged, found.uncopied)
         self._updates.savings = (
             *(each for each in self._updates.savings if not each.staged.done()),
             reading,
@@ -542,8 +542,9 @@ class _Reading:
     def __init__(self) -> None:
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-    def moved(self) -> None:
-        """Nobody counts what is copied, which takes seconds."""
+    def moved(self) -> object:
+        """Return another value than before if this process has moved bytes since."""
+        return moved_bytes()
 
 
 def _copy_later(
@@ -551,12 +552,10 @@ def _copy_later(
     reading: _Reading,
     state: dict[str, Any],
     uncopied: Uncopied,
-    held: Held,
 ) -> None:
     """What the one thread does with a state: what its optimizers' next step waits for."""
     try:
         copy_rest(uncopied)
-        held.check()
     except Exception as error:  # noqa: BLE001 told by planning
         # The memory may be the next state's.
         uncopied.copies.wait()
@@ -638,7 +637,7 @@ class _Found:
         """That all take."""
         self._find(state)
         self.devices = {part.local.device for part in self._parts.values()}
-        self.uncopied = Uncopied(now(self.devices))
+        self.uncopied = Uncopied(now(self.devices), later)
         """What `copied_to` has left."""
 
     def _find(self, value: Any) -> None:

@@ -265,6 +265,8 @@ class SharesSave:
         """The directory, links followed."""
         self.progress = Progress(peers)
         """Of this rank: of what tensors have."""
+        self._held = NOTHING_HELD
+        """What a snapshot has left."""
         self._uncopied: Uncopied | None = None
         self._in_place: frozenset[int] = frozenset()
         """Records of which the snapshot has no copy."""
@@ -391,9 +393,11 @@ class SharesSave:
     def snapshot(self, memory: Memory, *, later: Held = NOTHING_HELD) -> InPlace:
         """Copy what this rank writes: so the tensors may change.
 
-        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it.
+        later: what `finish_snapshot` is to copy. Returns what has no copy: `start` writes it. Both
+            raise RuntimeError if that has changed.
         """
         part = Part(self._agreed.container, self._agreed.plan.share(self._peers.rank), ())
+        self._held = later
         (copied,), in_place = memory.copy([part], later=later)
         container, self._uncopied, self._in_place = copied
         self._agreed = self._agreed._replace(container=container)
@@ -415,7 +419,9 @@ class SharesSave:
             self._peers.exchange("room", None, lambda ranks: ranks, of=type(None))
         in_place = None
         if self._in_place:
+            self._held.check()
             in_place = self._write_part(opened, self._threads(threads), in_place=True)
+            self._held.check()
         self._started = _Started(at_s, ranges, opened, in_place)
         return self._started
 
@@ -441,6 +447,7 @@ class SharesSave:
             self._stays = None
 
         def commit(ranks: list[None]) -> list[None]:
+            self.progress.check()
             self._write_manifest(described.manifest)
             return ranks
 

@@ -91,6 +91,33 @@ def bytes_on_device(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def copy_in_two_parts() -> list[int]:
+    """As a rank: how many bytes count as moved when one of two is copied, and at the end."""
+    used, device = begin()
+    accelerators._MARK_BYTES = MIB
+    stream = copy_stream(device)
+    source = torch.zeros(MIB, dtype=torch.uint8, device=device)
+    copies = accelerators.Copies(accelerators.now([device]))
+    before, found = transfers.moved_bytes(), list[int]()
+
+    def let_go() -> None:
+        found.append(transfers.moved_bytes() - before)
+        used.release(stream)
+
+    to = accelerators.memory_for(2 * MIB, [device])
+    copies.begin(to[:MIB], source)
+    stream.synchronize()
+    used.hold(stream)
+    copies.begin(to[MIB:-1], source[1:])
+    copies.wait(check=let_go)
+    return [found[0], transfers.moved_bytes() - before]
+
+
+def test_copying_counts_as_moving(forks: Worlds) -> None:
+    """So what waits for copies waits as long as they go on."""
+    assert forks.start(1, copy_in_two_parts).values() == [[MIB, 2 * MIB - 1]]
+
+
 # --- fpfs.save ---
 
 

@@ -328,6 +328,27 @@ def test_what_changes_them_besides(path: Path, writers: Writers) -> None:
     assert is_as_before(path)
 
 
+@pytest.mark.parametrize("call", ["save", "save_shares"])
+def test_memory_that_is_given_back_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """When there is room for the file: what was copied is copied by then."""
+    training = Training()
+    reserve = Replacement.reserve
+
+    def reserve_and_give_back(self: Replacement, size: int) -> None:
+        reserve(self, size)
+        training.parameters[0].untyped_storage().resize_(0)
+
+    monkeypatch.setattr(Replacement, "reserve", reserve_and_give_back)
+    saver = AsyncSaver(optimizers=training.optimizer, staging_bytes=0)
+    began = getattr(saver, call)({"parameters": training.parameters}, tmp_path / "saved")
+    assert "was given back, or another's" in str(began.durable.exception(60))
+    with pytest.raises(RuntimeError, match=r"call wait_before_update\(\) before that"):
+        saver.close()
+    assert began.staged.exception() is began.durable.exception()
+
+
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_a_failure_holds_nobody(
     path: Path, monkeypatch: pytest.MonkeyPatch, has_optimizer: bool

@@ -101,6 +101,43 @@ def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
     assert not path.exists()
 
 
+GIVEN_UP = """
+import atexit, sys, threading, torch
+from fpfs.client import AsyncSaver, writing
+from fpfs.core import transfers
+
+go = threading.Event()
+
+def write(*arguments, **options):
+    go.wait()
+    return transfers.write_pieces(*arguments, **options)
+
+writing.write_pieces = write
+saver = AsyncSaver(timeout_s=0.5, strict=False)
+saver.save({"step": torch.full((10**7,), 3)}, sys.argv[1])
+
+@atexit.register
+def save_another():
+    memory = saver._under_way[0].memory
+    saver._timeout_s = 60
+    saver.save({"step": torch.full((10**7,), 4)}, sys.argv[2])
+    go.set()
+    assert saver._under_way[0].memory is not memory
+"""
+
+
+def test_what_was_given_up_gets_no_name(path: Path, tmp_path: Path) -> None:
+    """Though it goes on when another save has begun, nor has it what that one saves."""
+    other = tmp_path / "other"
+    ended = end(GIVEN_UP, path, other)
+    assert ended.returncode == 0, ended.stderr
+    _, said = (line for line in ended.stderr.splitlines() if str(path) in line)
+    assert said == f"{path} is given up: no byte was moved for 1 s, and the process ends"
+    assert only_value([client.load(other)["step"]]) == 4
+    assert "Traceback" not in ended.stderr
+    assert not path.exists()
+
+
 def test_an_interrupt_gives_up_what_is_waited_for(path: Path) -> None:
     interrupt = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\nsys.exit(1)"
     ended = end(HANGS + interrupt, path, "600")

@@ -37,6 +37,7 @@ from tests.support.states import (
     same,
     when_awaited,
 )
+from tests.support.waiting import wait_until
 
 
 def flat_model() -> torch.nn.Module:
@@ -202,6 +203,26 @@ def test_memory_that_is_given_back_before_it_was_copied(
         saver.close()
     assert saving.staged.exception(0) is saving.durable.exception(0)
     assert is_as_before(path)
+
+
+def test_copying_counts_as_moving(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what waits for a copy waits as long as it goes on."""
+    copyto, block = np.copyto, threading.Semaphore(0)
+
+    def copy_one(*arguments: Any) -> None:
+        assert block.acquire(timeout=60)
+        copyto(*arguments)
+
+    monkeypatch.setattr(snapshot, "_BLOCK_BYTES", 1000 * 1000)
+    monkeypatch.setattr(np, "copyto", copy_one)
+    parameter = torch.nn.Parameter(torch.ones(1_000_000))
+    with AsyncSaver(optimizers=torch.optim.SGD([parameter])) as saver:
+        saving = saver.save({"parameter": parameter}, path)
+        for _ in range(parameter.nbytes // snapshot._BLOCK_BYTES):
+            before = saving.moved()
+            assert not saving.staged.done()
+            block.release()
+            wait_until(lambda before=before: saving.moved() != before, "no byte is moved")
 
 
 def test_what_begins_at_the_same_address_is_another_storage(

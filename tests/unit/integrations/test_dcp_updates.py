@@ -189,6 +189,35 @@ def test_what_changes_before_it_is_copied(tmp_path: Path, copy_on: Callable[[], 
     assert failed.value.failures
 
 
+def test_memory_that_is_given_back_before_it_was_copied(
+    tmp_path: Path, copy_on: Callable[[], None]
+) -> None:
+    """As FSDP gives back whole parameters."""
+    parameter = torch.nn.Parameter(torch.ones(30_000_000))
+    stager = Stager(optimizers=torch.optim.SGD([parameter], lr=0.1))
+    response = async_save({"parameter": parameter}, tmp_path, stager)
+    # Behind so little there is nothing that could be read.
+    parameter.untyped_storage().resize_(64)
+    copy_on()
+    with pytest.raises(CheckpointException, match="was given back, or another's, before it was"):
+        response.upload_completion.result(60)
+    stager.close()
+
+
+def test_copying_counts_as_moving(copy_on: Callable[[], None]) -> None:
+    """So a step waits for it as long as it goes on."""
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    stager = Stager(optimizers=torch.optim.SGD([parameter], lr=0.1))
+    staged = stager.stage({"parameter": parameter})
+    (reading,) = stager._updates.savings
+    before = reading.moved()
+    assert reading.moved() == before
+    copy_on()
+    staged.result(60)
+    assert reading.moved() != before
+    stager.close()
+
+
 def test_without_room_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(OPTIMIZERS["SGD"])
 
