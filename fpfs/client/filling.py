@@ -17,7 +17,7 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -102,17 +102,88 @@ def read(file: ReadableFile, fillings: Sequence[Filling], *, begin: float = 0.0)
     """Fill what is to be filled; `begin` as `fill` has it."""
     _count_changes(fillings)
     here, elsewhere, others = list[Filling](), list[Filling](), list[Filling]()
-    for filling in fillings:
-        if filling.box.elements > 0:
-            is_here = filling.target.device.type == "cpu"
-            kind = here if is_here else elsewhere
-            (kind if filling.is_as_in_file() else others).append(filling)
+    alone, together = _apart(fillings)
+    for filling in alone:
+        is_here = filling.target.device.type == "cpu"
+        kind = here if is_here else elsewhere
+        (kind if filling.is_as_in_file() else others).append(filling)
     pieces = [piece for filling in here for piece in filling.pieces()]
     pieces = _begun_at(begin, sorted(pieces, key=lambda piece: piece[2]))
     file.read_pieces(pieces, [filling.target for filling in here])
     _fill_devices(file, elsewhere, begin=begin)
-    for filling in others:
+    for filling in (*others, *together):
         _fill_by_buffer(file, filling)
+
+
+class _Span(NamedTuple):
+    """Memory that a filling changes some of, or all."""
+
+    begin: int
+    end: int
+    number: int
+    """Of the filling."""
+
+
+def _apart(fillings: Sequence[Filling]) -> tuple[list[Filling], list[Filling]]:
+    """Those whose memory no other one fills, and those that are to be filled in their order.
+
+    So tensors that share memory, as tied weights do, have the last one's bytes, as load_state_dict
+    leaves them. Where that one fills all that the others do, these are left out.
+    """
+    spans: dict[torch.device, list[_Span]] = {}
+    alone, together = list[int](), list[int]()
+    for number, (_, target, box, *_) in enumerate(fillings):
+        if box.elements > 0:
+            begin = _address_of(target)
+            span = _Span(begin, begin + _reach(target), number)
+            spans.setdefault(target.device, []).append(span)
+    for on_device in spans.values():
+        for cluster in _overlapping(on_device):
+            last = max(cluster, key=lambda span: span.number)
+            begin, end = cluster[0].begin, max(span.end for span in cluster)
+            reaches_all = (last.begin, last.end) == (begin, end)
+            if len(cluster) == 1 or (reaches_all and _has_all(fillings[last.number].target)):
+                alone.append(last.number)
+            else:
+                together += [span.number for span in cluster]
+    return [fillings[number] for number in sorted(alone)], [
+        fillings[number] for number in sorted(together)
+    ]
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """Where its first element is; 0: it knows that by itself."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
+
+
+def _has_all(tensor: torch.Tensor) -> bool:
+    """Whether it has all bytes that it reaches."""
+    is_plain = type(tensor) is torch.Tensor
+    return is_plain and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return int(tensor.nbytes)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return int(elements * tensor.itemsize)
+
+
+def _overlapping(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
+    """The spans, those together that reach into each other."""
+    cluster, reached = list[_Span](), 0
+    for span in sorted(spans):
+        if cluster and span.begin >= reached:
+            yield cluster
+            cluster = []
+        cluster.append(span)
+        reached = max(reached, span.end)
+    yield cluster
 
 
 def _count_changes(fillings: Sequence[Filling]) -> None:

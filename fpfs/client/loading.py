@@ -48,8 +48,9 @@ def load(
         is no tensor is as the file has it, also lists and dictionaries in which neither the file
         nor `into` has a tensor. Of those with tensors, `into` says which names are loaded, and
         lists are of one length. Of a DTensor only this rank's part is read, and of the file only
-        the tensors that `into` has. Types are converted as `Tensor.copy_` does. After a failure
-        some tensors may be filled and others not.
+        the tensors that `into` has. Types are converted as `Tensor.copy_` does. Tensors that share
+        memory, as tied weights, are filled in their order: what the file has of the last one stays.
+        After a failure some tensors may be filled and others not.
 
     Raises OSError as open(2) and read(2) do (EIO of damaged bytes on a mount of fpfs), TypeError of
     what is no path, ValueError of an address as s3://bucket/file, of an `into` that the file does

@@ -90,6 +90,73 @@ def test_tensors_that_lie_differently(data: st.DataObject, tmp_path_factory: Any
     assert torch.equal(target, saved.to(target.dtype))
 
 
+@given(data=st.data())
+def test_tensors_that_share_memory(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """They are filled in their order, as load_state_dict does, whatever the file's."""
+    path = tmp_path_factory.mktemp("filling") / "state.pt"
+    ends = st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True).map(sorted)
+
+    def views(flat: torch.Tensor, how: list[tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
+        kinds = {
+            "rows": lambda begin, end: flat.view(12, 12)[begin:end],
+            "columns": lambda begin, end: flat.view(12, 12)[:, begin:end],
+            "permuted": lambda begin, end: flat.view(12, 12)[begin:end].t(),
+        }
+        return {f"{number}": kinds[kind](*cut) for number, (kind, cut) in enumerate(how)}
+
+    kinds = st.sampled_from(["rows", "columns", "permuted"])
+    how = data.draw(st.lists(st.tuples(kinds, ends), min_size=2, max_size=5))
+    expected, flat = torch.zeros(144), torch.zeros(144)
+    types = st.sampled_from([torch.float32, torch.float64])
+    saved = {}
+    for number, (name, view) in enumerate(views(expected, how).items()):
+        saved[name] = torch.full(view.shape, number + 1, dtype=data.draw(types))
+        view.copy_(saved[name])
+    torch.save(dict(data.draw(st.permutations(list(saved.items())))), path)
+    client.load(path, into=views(flat, how))
+    assert torch.equal(flat, expected)
+
+
+class Subclass(torch.Tensor):
+    """As some libraries' tensors."""
+
+
+def test_subclasses_that_share_memory(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save(
+        {"first": torch.ones(4), "last": torch.full((4,), 2.0), "none": torch.ones(0, 0)}, path
+    )
+    weight = torch.zeros(4)
+    into = {
+        "first": weight.as_subclass(Subclass),
+        "last": weight,
+        "none": torch.ones(0, 0).as_subclass(Subclass),
+    }
+    client.load(path, into=into)
+    assert weight.unique().tolist() == [2]
+
+
+def test_gaps_between_elements_are_filled_by_others(tmp_path: Path) -> None:
+    """Where the last one reaches as far as the others, and has not all of their elements."""
+    path = tmp_path / "state.pt"
+    torch.save({"first": torch.ones(8), "last": torch.full((2, 2, 2), 2.0)}, path)
+    weight = torch.zeros(8)
+    # Two of its elements are one, which torch does not find out.
+    last = weight.as_strided((2, 2, 2), (1, 3, 3))
+    client.load(path, into={"first": weight, "last": last})
+    assert weight.tolist() == [2, 2, 1, 2, 2, 1, 2, 2]
+
+
+def test_tied_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last name, by native threads."""
+    path = tmp_path / "state.pt"
+    torch.save({"first": torch.ones(1000), "last": torch.full((1000,), 2.0)}, path)
+    weight = torch.zeros(1000)
+    monkeypatch.setattr(filling, "_fill_by_buffer", None)
+    client.load(path, into={"first": weight, "last": weight})
+    assert weight.unique().tolist() == [2]
+
+
 @pytest.mark.parametrize(
     "saved",
     [
