@@ -123,7 +123,7 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         @functools.wraps(train)
         def train_when_saved(*arguments: Any, **words: Any) -> Any:
             # Trainer looks for the last checkpoint before any event.
-            self._by_all(self._wait_for_all)
+            self._by_all(self._settle)
             return train(*arguments, **words)
 
         trainer.train = train_when_saved
@@ -131,14 +131,12 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
     # --- events: the method of each is called with arguments, state and control ---
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Clear away what runs have left that were killed."""
+        """Begin anew."""
         if args is not self._trainer.args:
             raise ValueError("this FpfsCallback was made for another Trainer: make one for this")
         self._random = None
         # A run may begin anew, as Trainer's own does with smaller batches.
         self._by_all(self.wait)
-        if args.should_save and os.path.isdir(args.output_dir):
-            _clear(args.output_dir)
 
     def on_step_end(
         self, args: TrainingArguments, _: TrainerState, control: TrainerControl, **__: Any
@@ -199,13 +197,19 @@ class FpfsCallback(TrainerCallback):  # type: ignore[misc]
         if finished is not None:
             finished.result(self._timeout_s)
 
-    def _wait_for_all(self) -> None:
-        """Return when this process writes no checkpoint there, by whatever Trainer."""
+    def _settle(self) -> None:
+        """Return when there are whole checkpoints alone, and all of them have their names.
+
+        Whichever Trainer of this process writes one, it is waited for; what runs have left that
+        were killed is cleared away.
+        """
         self.wait()
         output = os.path.abspath(self._trainer.args.output_dir)
         for folder, finished in list(_under_way.items()):
             if os.path.dirname(folder) == output:
                 finished.exception(self._timeout_s)
+        if self._trainer.args.should_save and os.path.isdir(output):
+            _clear(output)
 
     # --- saving ---
 

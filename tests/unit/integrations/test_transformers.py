@@ -597,6 +597,23 @@ def test_what_killed_runs_have_left_goes(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint-0", "checkpoint-1", "checkpoint-2"]
 
 
+def test_a_run_that_was_killed_while_it_replaced_one_goes_on_from_that(tmp_path: Path) -> None:
+    """Before the new one had the name: the former one is back when Trainer looks for the last."""
+    trainer_of(tmp_path, 4, by_fpfs=True).train()
+    (tmp_path / "checkpoint-4").rename(tmp_path / f"{FORMER}checkpoint-4")
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / f"{UNFINISHED}checkpoint-4")
+    trainer, steps = trainer_of(tmp_path, 6, by_fpfs=True), list[int]()
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            steps.append(state.global_step)
+
+    trainer.add_callback(Count())
+    trainer.train(resume_from_checkpoint=True)
+    assert steps == [5, 6]
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
 @pytest.mark.parametrize(
     "arguments", [{"load_best_model_at_end": True}, {"metric_for_best_model": "eval_loss"}]
 )
