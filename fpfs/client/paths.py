@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -23,6 +24,11 @@ DCP_METADATA = ".metadata"
 
 _said_elsewhere: set[str] = set()
 """Mountpoints."""
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a filesystem says that exchanges no names."""
 
 
 Path: TypeAlias = str | bytes | os.PathLike[Any]
@@ -170,6 +176,21 @@ def remove(path: str) -> None:
             os.unlink(path)
         else:
             shutil.rmtree(path)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchange two names at once, so that none is missing; False: the filesystem exchanges none.
+
+    fpfs, ext4 and XFS do, and NFS does not. Raises OSError as renameat2(2) does.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    places = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    if library.renameat2(*places, _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
 
 
 def name_file(error: BaseException | None, path: str) -> None:

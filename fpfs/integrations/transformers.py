@@ -6,6 +6,7 @@ in a directory of another name until the last of them is durable.
 
 Invariants:
   * A directory `checkpoint-N` has a whole checkpoint, at any time.
+  * One that another of the same step replaces is there until that is, if names are exchanged.
   * What is saved is what Trainer would have saved: when it has logged and evaluated what belongs to
     the step, and before the next batch is drawn.
   * An older checkpoint goes (`save_total_limit`) when the new one is durable.
@@ -39,7 +40,7 @@ with needing("fpfs.integrations.transformers", extra="transformers"):
     from transformers.training_args import ParallelMode
 
 from fpfs.client.async_saving import AsyncSaver, FileToSave, Saving
-from fpfs.client.paths import flush, make_directories, refuse_address, remove
+from fpfs.client.paths import exchange, flush, make_directories, refuse_address, remove
 from fpfs.client.peers import RankFailed
 from fpfs.client.safetensors import lay_out_safetensors
 from fpfs.client.saving import Saved
@@ -398,10 +399,8 @@ def _finish(
         else:
             for inside, _, files in os.walk(folder, topdown=False):
                 flush(*(os.path.join(inside, file) for file in files), inside)
-            former, place = os.path.join(output, FORMER + name), os.path.join(output, name)
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(place, former)
-            os.rename(folder, place)
+            place = os.path.join(output, name)
+            former = _put(folder, place)
             flush(output)
             for old in [former, *_obsolete(before, limit, newest=place, best=best)]:
                 _remove_quietly(old)
@@ -412,6 +411,22 @@ def _finish(
     else:
         _under_way.pop(folder, None)
         finished.set_result(None)
+
+
+def _put(folder: str, place: str) -> str:
+    """Give a checkpoint its name; return the name of the one that had it, if there was one.
+
+    Who looks for checkpoints before there is a callback finds one of them, at any time. Where names
+    are not exchanged, a process that is killed between the two renames leaves none.
+    """
+    output, name = os.path.split(place)
+    former = os.path.join(output, FORMER + name)
+    with contextlib.suppress(FileNotFoundError):
+        if exchange(folder, place):
+            return folder
+        os.rename(place, former)
+    os.rename(folder, place)
+    return former
 
 
 def _checkpoints(output: str) -> list[tuple[int, int, str]]:
@@ -460,7 +475,7 @@ def _clear(output: str) -> None:
 def _remove_quietly(path: str) -> None:
     """Remove a checkpoint, which is nobody's from the first moment on; the log says if it fails."""
     output, name = os.path.split(path)
-    removed = os.path.join(output, REMOVED + name.removeprefix(FORMER))
+    removed = os.path.join(output, REMOVED + name.removeprefix(FORMER).removeprefix(UNFINISHED))
     try:
         remove(removed)
         with contextlib.suppress(FileNotFoundError):

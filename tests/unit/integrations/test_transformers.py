@@ -26,6 +26,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from fpfs.client import async_saving, writing
+from fpfs.client.paths import exchange
 from fpfs.integrations import transformers
 from fpfs.integrations.transformers import FORMER, REMOVED, UNFINISHED, FpfsCallback
 from tests.support.failures.calls import tell_steps, told_steps
@@ -545,10 +546,14 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint-2" / "of before").exists()
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
 def test_a_checkpoint_is_durable_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
-    """All of its files, and their names; and its own name before the one that it replaces goes."""
+    """All of its files, and their names; and its own name before the one that it replaces goes.
+
+    Where the filesystem exchanges names, one of the two has the name at any time.
+    """
     run, log = tmp_path / "run", tmp_path / "log"
     trainer_of(run, 2, by_fpfs=True).train()
     save_small = FpfsCallback._save_small
@@ -559,22 +564,29 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(
         Path(folder, "templates").mkdir()
         Path(folder, "templates", "chat").touch()
 
+    def exchange_and_tell(one: str, other: str) -> bool:
+        with log.open("a") as file:
+            file.write(f"exchange {other}\n" if exchanges else "")
+        return exchanges and exchange(one, other)
+
     monkeypatch.setattr(FpfsCallback, "_save_small", save_templates)
+    monkeypatch.setattr(transformers, "exchange", exchange_and_tell)
     tell_steps(log, monkeypatch)
     trainer_of(run, 2, by_fpfs=True).train()
     steps = told_steps(log, run)
-    replaced = steps.index(f"name {FORMER}checkpoint-2")
+    names = ["exchange checkpoint-2"]
+    if not exchanges:
+        names = [f"name {FORMER}checkpoint-2", "name checkpoint-2"]
+    replaced = steps.index(names[0])
     unfinished = f"{UNFINISHED}checkpoint-2"
     files = checkpoints(run / "checkpoint-2")
     assert "templates" in files
     files.append("templates/chat")
     assert {f"flush {unfinished}/{name}" for name in files} <= set(steps[:replaced])
     assert steps[replaced - 1] == f"flush {unfinished}"
-    assert steps[replaced + 1 : replaced + 4] == [
-        "name checkpoint-2",
-        "flush .",
-        f"name {REMOVED}checkpoint-2",
-    ]
+    rest = [*names, "flush .", f"name {REMOVED}checkpoint-2"]
+    assert steps[replaced:][: len(rest)] == rest
+    assert checkpoints(run) == ["checkpoint-2"]
 
 
 def test_names_of_new_directories_are_flushed(
