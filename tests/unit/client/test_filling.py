@@ -149,12 +149,20 @@ def test_gaps_between_elements_are_filled_by_others(tmp_path: Path) -> None:
 
 def test_tied_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the last name, by native threads."""
-    path = tmp_path / "state.pt"
+    path, read = tmp_path / "state.pt", []
     torch.save({"first": torch.ones(1000), "last": torch.full((1000,), 2.0)}, path)
     weight = torch.zeros(1000)
+    native = parallel_file.read_pieces
+
+    def note(pieces: Any, **options: Any) -> Any:
+        read.extend(count for _, count, _ in pieces)
+        return native(pieces, **options)
+
     monkeypatch.setattr(filling, "_fill_by_buffer", None)
+    monkeypatch.setattr(parallel_file, "read_pieces", note)
     client.load(path, into={"first": weight, "last": weight})
     assert weight.unique().tolist() == [2]
+    assert read == [weight.nbytes]
 
 
 @pytest.mark.parametrize(
