@@ -272,8 +272,8 @@ class Ranks:
         self._checking = threading.Lock()
 
     def __enter__(self) -> Ranks:
-        self._store.open()
         try:
+            self._store.open()
             with self._reaching_store():
                 self._come()
         except BaseException as error:

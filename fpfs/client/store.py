@@ -57,13 +57,15 @@ class Store:
         self._thread = threading.Thread(target=self._make_calls, name="fpfs-store", daemon=True)
 
     def open(self) -> None:
-        """Make calls possible."""
+        """Have the thread make calls. RuntimeError: there can be none, and whoever calls makes
+        them, for as long as TCP waits.
+        """
         self._thread.start()
 
     def close(self) -> None:
         """End the thread; it is left alone if the store has gone."""
         self._calls.put(None)
-        if not self._gone:
+        if self._thread.is_alive() and not self._gone:
             self._thread.join(self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -157,7 +159,10 @@ class Store:
     def _call(self, function: Callable[[], Any]) -> Any:
         call = _Call(function)
         if not self._gone:
-            self._calls.put(call)
+            if self._thread.is_alive():
+                self._calls.put(call)
+            else:
+                call.make()
             if call.is_done.acquire(timeout=self._timeout_s):
                 return call.outcome()
             self._gone = True

@@ -47,16 +47,32 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def fail_at_the_beginning(path: str, failing: int) -> list[str]:
-    """As a rank: save three times; of the first call one rank fails before it does anything."""
-    own, said = peers.Process.own, []
+NO_BEGIN: dict[str, tuple[Any, str, Exception]] = {
+    "OSError: [Errno 24] Too many open files": (
+        peers.Process,
+        "own",
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    ),
+    "RuntimeError: can't start new thread": (
+        threading.Thread,
+        "start",
+        RuntimeError("can't start new thread"),
+    ),
+}
+"""What a call fails with before it does anything: what fails, and how."""
 
-    def fail() -> peers.Process:
-        peers.Process.own = staticmethod(own)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+def fail_at_the_beginning(path: str, failing: int, cause: str) -> list[str]:
+    """As a rank: save three times; of the first call one rank fails before it does anything."""
+    of, name, error = NO_BEGIN[cause]
+    patch, said = pytest.MonkeyPatch(), []
+
+    def fail(*_: object) -> None:
+        patch.undo()
+        raise error
 
     if dist.get_rank() == failing:
-        peers.Process.own = staticmethod(fail)
+        patch.setattr(of, name, fail)
     for step in range(3):
         state = {"weight": torch.full((300_000,), float(step))}
         said.append(said_of(lambda state=state: client.save(state, path, timeout_s=LONG_S)))
@@ -64,9 +80,11 @@ def fail_at_the_beginning(path: str, failing: int) -> list[str]:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_call_that_fails_at_its_beginning_counts(forks: Worlds, path: Path, failing: int) -> None:
-    outcomes = forks.start(3, fail_at_the_beginning, path, failing).values()
-    cause = "OSError: [Errno 24] Too many open files"
+@pytest.mark.parametrize("cause", NO_BEGIN)
+def test_a_call_that_fails_at_its_beginning_counts(
+    forks: Worlds, path: Path, failing: int, cause: str
+) -> None:
+    outcomes = forks.start(3, fail_at_the_beginning, path, failing, cause).values()
     assert outcomes.pop(failing) == [cause, "done", "done"]
     assert outcomes == [[f"RankFailed: rank {failing}: {cause}", "done", "done"]] * 2
     assert client.load(path)["weight"].unique().tolist() == [2.0]
