@@ -260,7 +260,7 @@ KEYS: Mapping[str, Key] = {
         "whole",
         _parse_patterns,
         lambda patterns: ":".join(patterns) or "none",
-        "shell patterns of names, separated by colons, or none",
+        "shell patterns of names (without /), separated by colons, or none",
     ),
     "readahead": Key(
         "readahead_bytes",
