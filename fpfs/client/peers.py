@@ -431,8 +431,8 @@ class Ranks:
         """Let the others know that this rank has failed, unless one has before."""
         # The store may have gone, as the others find: what was raised before is told.
         with contextlib.suppress(dist.DistError):
-            if not self._store.check([self._key("failed")]):
-                self._set("failed", msgspec.msgpack.encode(_failure_of(error, rank=self.rank)))
+            failure = msgspec.msgpack.encode(_failure_of(error, rank=self.rank))
+            self._store.set_first(self._key("failed"), failure)
 
     def publish(self, name: str, value: bytes) -> None:
         """Let others of this call read a value, until it is withdrawn. For any thread."""

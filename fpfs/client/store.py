@@ -72,6 +72,10 @@ class Store:
         """Give a key a value."""
         self._call(lambda: self._store.set(key, value))
 
+    def set_first(self, key: str, value: bytes) -> None:
+        """Give a key a value, unless it has one."""
+        self._call(lambda: self._store.compare_set(key, "", value))
+
     def get(self, key: str) -> bytes:
         """Return the value of a key that is there."""
         return bytes(self._call(lambda: self._store.get(key)))

@@ -90,6 +90,26 @@ def test_a_call_that_fails_at_its_beginning_counts(
     assert client.load(path)["weight"].unique().tolist() == [2.0]
 
 
+def fail_at_once(path: str) -> str:
+    """As a rank: ranks 1 and 2 fail, neither of which knows of the other, before rank 0 comes."""
+    rank, check = dist.get_rank(), stores.Store.check
+    if rank != 0:
+        stores.Store.check = lambda self, keys: (  # type: ignore[method-assign]
+            not keys[0].endswith("/failed") and check(self, keys)
+        )
+    if rank != 1:
+        default_store().wait([f"failed {2 if rank == 0 else 1}"])
+    said = said_of(lambda: client.save({"bad": lambda: None} if rank else {}, path))
+    default_store().set(f"failed {rank}", "")
+    return said
+
+
+def test_the_first_of_two_failures_is_told(forks: Worlds, path: Path) -> None:
+    told, *own = forks.start(3, fail_at_once, path).values()
+    assert told.startswith("RankFailed: rank 1: AttributeError: ")
+    assert [each.split(":")[0] for each in own] == ["AttributeError"] * 2
+
+
 def save_in_groups(path: str) -> str:
     """As a rank: save; rank 1 takes another group than the others."""
     part = dist.new_group([0, 1])
