@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fpfs.client.shares import blocks
+from fpfs.client.shares import blocks, reading
 from fpfs.client.shares.format import (
     Damaged,
     Header,
@@ -99,6 +100,22 @@ def test_what_no_share_has_is_not_found(
     shares[share] = np.delete(shares[share], lost, axis=0)
     with pytest.raises(Damaged, match="the shares have not all of the file's bytes 0 to"):
         Index(shares, size).find(0, size)
+
+
+@pytest.mark.parametrize("second", [[0, 4, 1, 0, 0, 0], [5, 4, 1, 0, 0, 0]])
+def test_shares_that_are_not_the_whole(monkeypatch: pytest.MonkeyPatch, second: list[int]) -> None:
+    """Though they have as many bytes."""
+    monkeypatch.setattr(reading, "_CHECKED_BYTES", 3)
+    ranges = np.array([[0, 4, 1, 0, 0, 0], [4, 4, 1, 0, 0, 0]], dtype=np.int64)
+    _, manifest = a_share(ranges, 8)
+
+    def shares(*of_each: Any) -> reading.Shares:
+        opened: list[Any] = [[SimpleNamespace(ranges=each)] for each in of_each]
+        return reading.Shares(manifest, opened)
+
+    shares(ranges[:1], ranges[1:]).check_whole()
+    with pytest.raises(Damaged, match="the shares have not all of the file's bytes"):
+        shares(ranges[:1], np.array([second], dtype=np.int64)).check_whole()
 
 
 @given(divided_files(), st.integers(1, 12), st.integers(1, 4))
