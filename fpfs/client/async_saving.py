@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from fpfs.client.agreement import LayOut
 from fpfs.client.container import lay_out
-from fpfs.client.paths import check_threads, check_timeout
+from fpfs.client.paths import MAY_BE_LOST, check_threads, check_timeout
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import Plan
 from fpfs.client.safetensors import lay_out_safetensors
@@ -627,7 +627,7 @@ def _write(
         logger.error(
             "%s was %s: %s: %s",
             saving.path,
-            "saved, but may not survive power loss" if is_there else "not saved",
+            MAY_BE_LOST if is_there else "not saved",
             type(error).__name__,
             error,
         )

@@ -22,6 +22,9 @@ TIMEOUT_MAX_S = 365 * 86_400
 DCP_METADATA = ".metadata"
 """Lies in a checkpoint of torch.distributed.checkpoint."""
 
+MAY_BE_LOST = "saved, but may not survive power loss"
+"""Of a file that has its name, when what was to make both durable has failed."""
+
 _said_elsewhere: set[str] = set()
 """Mountpoints."""
 
@@ -207,6 +210,16 @@ def naming(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         name_file(error, path)
+        raise
+
+
+@contextlib.contextmanager
+def saved_already() -> Iterator[None]:
+    """Let an OSError say that the file has its name."""
+    try:
+        yield
+    except OSError as error:
+        error.strerror = f"{MAY_BE_LOST}: {error.strerror}"
         raise
 
 

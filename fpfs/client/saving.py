@@ -32,6 +32,7 @@ from fpfs.client.paths import (
     naming,
     ranks_here,
     resolve_file,
+    saved_already,
 )
 from fpfs.client.peers import Alone, Peers, RankFailed, peers_of
 from fpfs.client.plan import NO_PIECES, Plan, Share
@@ -96,7 +97,8 @@ def save(
     What lies at `path` afterwards is what torch.save writes: torch.load and unzip read it. It takes
     the name by one rename after its last byte, so at any time the name holds the new file or the
     former one; if something fails, the former one, and nothing else. Links are followed; owner and
-    mode of a former file stay.
+    mode of a former file stay. With `durable` the name may be what fails to become so: that has the
+    new file then, and the error says that it was saved, but may not survive power loss.
 
     state: what torch.save takes. Storages on other devices have what this thread's current streams
         have to do by now.
@@ -443,8 +445,9 @@ class Save:
             if then is not None:
                 then()
             if durable:
-                for replacement in self._replacements:
-                    replacement.flush_name()
+                with saved_already():
+                    for replacement in self._replacements:
+                        replacement.flush_name()
 
 
 def _together(written: Iterable[Written]) -> tuple[Written, ...]:

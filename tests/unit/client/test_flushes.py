@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fpfs import client
 from fpfs.client import planning, replacement
+from fpfs.client.peers import RankFailed
+from fpfs.client.replacement import Replacement
 from tests.support.failures.calls import tell_steps, told_steps
 from tests.support.ranks import Worlds
-from tests.support.states import numbered, save_state
+from tests.support.states import numbered, same, save_state
 
 
 def save_shares_and_tell(root: str, log: str) -> None:
@@ -90,3 +94,25 @@ def test_each_rank_flushes_what_it_has_written(forks: Worlds, tmp_path: Path) ->
     log = tmp_path / "log"
     forks.start(2, save_and_tell, tmp_path / "state.pt", log).values()
     assert told_steps(log, tmp_path) == ["flush state.pt"] * 2 + ["name state.pt"]
+
+
+def save_what_cannot_be_durable(path: str) -> str:
+    """As a rank: rank 0's disk fails when the file has its name."""
+    failure = OSError(errno.EIO, os.strerror(errno.EIO))
+    with (
+        mock.patch.object(Replacement, "flush_name", side_effect=failure),
+        pytest.raises((OSError, RankFailed)) as raised,
+    ):
+        client.save(numbered(2), path, durable=True)
+    return str(raised.value)
+
+
+def test_a_name_that_cannot_be_made_durable(forks: Worlds, path: Path) -> None:
+    """The error says that it is there."""
+    client.save(numbered(1), path)
+    own, others = forks.start(2, save_what_cannot_be_durable, path).values()
+    said = "saved, but may not survive power loss: Input/output error"
+    assert own == f"[Errno 5] {said}: {str(path)!r}"
+    assert others.startswith("rank 0: ")
+    assert said in others
+    assert same(client.load(path), numbered(2))
