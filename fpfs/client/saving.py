@@ -408,6 +408,7 @@ class Save:
         if file.done_in_place is not None:
             done = file.done_in_place.and_then(done)
         done.durable = durable
+        self.progress.check()
 
         def finish(parts: list[Done]) -> list[Finished]:
             written = file.write_rest(parts, self.progress)
@@ -434,12 +435,12 @@ class Save:
 
     def _commit(self, durable: bool, *, then: Callable[[], object] | None) -> None:
         """Rank 0: give all files their names, when all are as safe as they must be."""
-        self.progress.check()
         for replacement in self._replacements:
             replacement.complete(durable=durable)
         with contextlib.ExitStack() as stack:
             if then is not None:
                 stack.enter_context(locked_directory(os.path.dirname(self.path)))
+            self.progress.check()
             for replacement in self._replacements:
                 replacement.take_name()
             if then is not None:

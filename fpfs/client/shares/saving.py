@@ -32,7 +32,14 @@ import numpy as np
 from fpfs.client.agreement import Agreed, agree
 from fpfs.client.boxes import Ints
 from fpfs.client.container import Container, Text, lay_out
-from fpfs.client.paths import default_threads, flush, make_directories, name_file, resolve
+from fpfs.client.paths import (
+    default_threads,
+    flush,
+    make_directories,
+    name_file,
+    resolve,
+    saved_already,
+)
 from fpfs.client.peers import Alone, Peers, Process, RankFailed, Ranks, cause_of, peers_of
 from fpfs.client.plan import Plan, Share
 from fpfs.client.replacement import (
@@ -446,8 +453,9 @@ class SharesSave:
         if self._peers.rank != 0:
             self._stays = None
 
+        self.progress.check()
+
         def commit(ranks: list[None]) -> list[None]:
-            self.progress.check()
             self._write_manifest(described.manifest)
             return ranks
 
@@ -667,10 +675,13 @@ class SharesSave:
             with Replacement(path) as replacement:
                 _write_all(replacement.fd, content, at=0)
                 replacement.complete(durable=True)
+                if not self._stays:
+                    self.progress.check()
                 # From here on it may be there.
                 self._stays = True
                 replacement.take_name()
-                replacement.flush_name()
+                with saved_already():
+                    replacement.flush_name()
 
     def _remove_former(self) -> None:
         """Remove shares of former checkpoints, and what killed saves have left."""

@@ -103,16 +103,23 @@ def test_the_end_of_the_process_gives_up_what_hangs(path: Path) -> None:
 
 GIVEN_UP = """
 import atexit, sys, threading, torch
-from fpfs.client import AsyncSaver, writing
-from fpfs.core import transfers
+from fpfs.client import AsyncSaver, replacement, writing
 
 go = threading.Event()
 
-def write(*arguments, **options):
-    go.wait()
-    return transfers.write_pieces(*arguments, **options)
+def hold(of, name):
+    function = getattr(of, name)
 
-writing.write_pieces = write
+    def when_let_go(*arguments, **options):
+        go.wait()
+        return function(*arguments, **options)
+
+    setattr(of, name, when_let_go)
+
+if sys.argv[3] == "write":
+    hold(writing, "write_pieces")
+else:
+    hold(replacement.Replacement, "complete")
 saver = AsyncSaver(timeout_s=0.5, strict=False)
 saver.save({"step": torch.full((10**7,), 3)}, sys.argv[1])
 
@@ -126,10 +133,11 @@ def save_another():
 """
 
 
-def test_what_was_given_up_gets_no_name(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", ["write", "flush"])
+def test_what_was_given_up_gets_no_name(path: Path, tmp_path: Path, hangs: str) -> None:
     """Though it goes on when another save has begun, nor has it what that one saves."""
     other = tmp_path / "other"
-    ended = end(GIVEN_UP, path, other)
+    ended = end(GIVEN_UP, path, other, hangs)
     assert ended.returncode == 0, ended.stderr
     _, said = (line for line in ended.stderr.splitlines() if str(path) in line)
     assert said == f"{path} is given up: no byte was moved for 1 s, and the process ends"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fpfs import client
 from fpfs.client import AsyncSaver, async_saving, writing
 from fpfs.client.replacement import Replacement
+from fpfs.client.shares.format import MANIFEST
 from fpfs.client.updates import Held
 from fpfs.core import transfers
 from tests.support.failures.calls import die
@@ -306,6 +307,52 @@ def test_ranks_that_learn_different_things_stay_at_the_same_call(
     assert other == [[True, []]] * 2 + [[False, []]] * 3
     assert first[0] == ([False, [0]] if given_up else [True, []])
     assert first[1:] == [[True, []], [False, [2]], [False, [3]], [False, [4]]]
+
+
+def give_up_late(path: str, call: str, who: int) -> str:
+    """As a rank: 1 gives a save up before it has written, or 0 when all is written but the name.
+
+    Returns what the save of who does not fails of.
+    """
+    saver = AsyncSaver(strict=False)
+    getattr(saver, call)(numbered(1), path).durable.result(60)
+    held, go, is_who = threading.Event(), threading.Event(), dist.get_rank() == who
+    complete, write_pieces = Replacement.complete, writing.write_pieces
+
+    def complete_when_told(self: Replacement, *, durable: bool) -> None:
+        if os.path.basename(self.path) in ("state.pt", MANIFEST):
+            held.set()
+            assert go.wait(60)
+        complete(self, durable=durable)
+
+    def write_when_told(*arguments: Any, **options: Any) -> Any:
+        held.set()
+        assert go.wait(60)
+        return write_pieces(*arguments, **options)
+
+    patch = pytest.MonkeyPatch()
+    if is_who and who == 0:
+        patch.setattr(Replacement, "complete", complete_when_told)
+    elif is_who:
+        patch.setattr(writing, "write_pieces", write_when_told)
+    saving = getattr(saver, call)(numbered(2), path)
+    if is_who:
+        assert held.wait(60)
+        saving.give_up(TimeoutError("no byte was moved"))
+        go.set()
+        saver._writing.submit(int).result(60)
+    return str(saving.durable.exception(60))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("call", ["save", "save_shares"])
+def test_what_one_rank_gives_up_gets_no_name(
+    forks: Worlds, path: Path, call: str, who: int
+) -> None:
+    said = forks.start(2, give_up_late, str(path), call, who).values()
+    assert said[who] == "no byte was moved"
+    assert said[1 - who] == f"rank {who}: TimeoutError: no byte was moved"
+    assert same(client.load(path), numbered(1))
 
 
 def test_a_rank_that_dies(forks: Worlds, tmp_path: Path) -> None:
