@@ -599,11 +599,12 @@ def _staging(saving: Saving, *, is_last: bool) -> Iterator[None]:
         if is_last:
             saving.staged.set_result(None)
     except BaseException as error:
-        if not is_last or give_up(saving.staged, error):
+        if is_last:
+            give_up(saving.staged, error)
+        first = saving.staged.exception() if saving.staged.done() else None
+        if first is None or first is error:
             raise
         # Nobody waited for it any more: that is why it failed, not what has changed since.
-        first = saving.staged.exception()
-        assert first is not None
         error.__traceback__ = None  # Its frames have the copy.
         raise first from None
 
@@ -622,7 +623,8 @@ def _write(
         traceback.clear_frames(error.__traceback__)
         if saving.is_given_up:  # That was said.
             return
-        is_there = saving.acknowledged.done()
+        # Of shares the error says it, or that of the rank that failed.
+        is_there = saving.acknowledged.done() or MAY_BE_LOST in str(error)
         # Said now: there may be no next call.
         logger.error(
             "%s was %s: %s: %s",

@@ -71,8 +71,9 @@ R = TypeVar("R")
 class RankFailed(RuntimeError):
     """Another rank of the group failed, died or did not come, and so nothing was saved.
 
-    (Or, of a `Saving` that is acknowledged, the new file may not survive power loss. And who has
-    given up waiting for rank 0 does not know whether that one has saved all the same.)
+    (Or it was saved, but may not survive power loss: the cause says so, or a `Saving` is
+    acknowledged. And who has given up waiting for rank 0 does not know whether that one has saved
+    all the same.)
 
     It is raised on all ranks but the one that failed, which raises its own error; also on one that
     does not know that it has, since others have given up waiting for it.

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from fpfs.client.paths import is_on_fpfs
+from fpfs.client.paths import is_on_fpfs, saved_already
 from fpfs.core.temporary_names import is_temporary, make_temporary
 from fpfs.core.transfers import reserve_file
 
@@ -82,7 +82,8 @@ class Replacement:
         self.complete(durable=durable)
         self.take_name()
         if durable:
-            self.flush_name()
+            with saved_already():
+                self.flush_name()
 
     def complete(self, *, durable: bool) -> None:
         """After the last byte: whoever has the name from now on has all bytes."""

@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from fpfs import client
-from fpfs.client import planning, replacement
+from fpfs.client import AsyncSaver, async_saving, planning, replacement
 from fpfs.client.peers import RankFailed
 from fpfs.client.replacement import Replacement
+from fpfs.client.shares.format import MANIFEST
 from tests.support.failures.calls import tell_steps, told_steps
 from tests.support.ranks import Worlds
 from tests.support.states import numbered, same, save_state
@@ -96,23 +97,58 @@ def test_each_rank_flushes_what_it_has_written(forks: Worlds, tmp_path: Path) ->
     assert told_steps(log, tmp_path) == ["flush state.pt"] * 2 + ["name state.pt"]
 
 
-def save_what_cannot_be_durable(path: str) -> str:
-    """As a rank: rank 0's disk fails when the file has its name."""
+def save_what_cannot_be_durable(path: str, call: str) -> list[str]:
+    """As a rank: rank 0's disk fails when the checkpoint has its name; what is raised, and logged.
+
+    What else has names before, shares, is durable.
+    """
+    flush_name, said = Replacement.flush_name, list[str]()
+
+    def fail(self: Replacement) -> None:
+        if os.path.basename(self.path) in ("state.pt", MANIFEST):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush_name(self)
+
+    def note(message: str, *arguments: object) -> None:
+        said.append(message % arguments)
+
+    saver = AsyncSaver()
+    with (
+        mock.patch.object(Replacement, "flush_name", fail),
+        mock.patch.object(async_saving.logger, "error", note),
+        pytest.raises((OSError, RankFailed)) as raised,
+    ):
+        if call == "save":
+            client.save(numbered(2), path, durable=True)
+        elif call == "save_shares":
+            client.save_shares(numbered(2), path)
+        else:
+            getattr(saver, call.removeprefix("beside: "))(numbered(2), path)
+            saver.wait()
+    return [str(raised.value), *said]
+
+
+@pytest.mark.parametrize("call", ["save", "save_shares", "beside: save_shares"])
+def test_a_name_that_cannot_be_made_durable(forks: Worlds, path: Path, call: str) -> None:
+    """The error says that it is there."""
+    own, others = forks.start(2, save_what_cannot_be_durable, path, call).values()
+    lost = "saved, but may not survive power loss"
+    assert own[0].startswith(f"[Errno 5] {lost}: Input/output error: '{path}")
+    assert others[0].startswith("rank 0: ")
+    assert f"{lost}: Input/output error" in others[0]
+    for logged in (own[1:], others[1:]):
+        assert len(logged) == (call == "beside: save_shares")
+        assert all(line.startswith(f"{path} was {lost}: ") for line in logged)
+    assert same(client.load(path), numbered(2))
+
+
+def test_one_file_whose_name_cannot_be_made_durable(tmp_path: Path) -> None:
+    """As the metadata of torch.distributed.checkpoint, or what `gather` makes."""
     failure = OSError(errno.EIO, os.strerror(errno.EIO))
     with (
         mock.patch.object(Replacement, "flush_name", side_effect=failure),
-        pytest.raises((OSError, RankFailed)) as raised,
+        pytest.raises(OSError, match="saved, but may not survive power loss: Input/output error"),
+        Replacement(str(tmp_path / "name")) as replaced,
     ):
-        client.save(numbered(2), path, durable=True)
-    return str(raised.value)
-
-
-def test_a_name_that_cannot_be_made_durable(forks: Worlds, path: Path) -> None:
-    """The error says that it is there."""
-    client.save(numbered(1), path)
-    own, others = forks.start(2, save_what_cannot_be_durable, path).values()
-    said = "saved, but may not survive power loss: Input/output error"
-    assert own == f"[Errno 5] {said}: {str(path)!r}"
-    assert others.startswith("rank 0: ")
-    assert said in others
-    assert same(client.load(path), numbered(2))
+        replaced.commit(durable=True)
+    assert (tmp_path / "name").exists()

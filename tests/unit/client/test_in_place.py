@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fpfs import client
-from fpfs.client import AsyncSaver, agreement, async_saving, planning, updates, writing
+from fpfs.client import AsyncSaver, agreement, async_saving, planning, saving, updates, writing
 from fpfs.client.async_saving import FileToSave
 from fpfs.client.replacement import Replacement
 from fpfs.client.safetensors import lay_out_safetensors
@@ -34,6 +34,7 @@ from tests.support.states import (
     FORMER,
     PLACEMENTS,
     directories,
+    hold_copies,
     is_as_before,
     large_state,
     nested_states,
@@ -312,6 +313,24 @@ def test_training_goes_on_beside_what_hangs(path: Path, writers: Writers, waits:
     saver.close()
     assert is_as_before(path)
     assert training.parameters[0].unique().tolist() == [1]
+
+
+def test_a_copy_that_nobody_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state that is copied in part: that is why it fails, not what has changed since."""
+    client.save(FORMER, path)
+    copy_on = hold_copies(monkeypatch, saving)
+    training = Training()
+    saver = AsyncSaver(
+        optimizers=training.optimizer, staging_bytes=2 * MIB, timeout_s=0.1, strict=False
+    )
+    began = saver.save(training.state(), path)
+    assert 0 < began.in_place_bytes < began.bytes_to_write
+    training.step()
+    copy_on()
+    assert isinstance(began.staged.exception(0), TimeoutError)
+    assert began.durable.exception(60) is began.staged.exception()
+    saver.close()
+    assert is_as_before(path)
 
 
 def test_what_changes_them_besides(path: Path, writers: Writers) -> None:
