@@ -4,7 +4,7 @@ Messages have any size, and those of many ranks are one call.
 
 A TCPStore waits for an answer for as long as TCP does, which is a quarter of an hour when a link is
 cut, and its own timeouts do not change that. So a thread makes the calls, and whoever waits for it
-gives up.
+gives up. Where there can be no thread, a rank says so itself, for as long as TCP waits.
 
 Concurrency: calls may come from several threads; they are made one after the other, as a TCPStore
 does itself.
@@ -53,6 +53,7 @@ class Store:
         self._beat, self._beat_s = beat, beat_s
         self._gone = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._has_thread = True
         # A thread that waits for TCP must not keep the process from ending.
         self._thread = threading.Thread(target=self._make_calls, name="fpfs-store", daemon=True)
 
@@ -60,12 +61,16 @@ class Store:
         """Have the thread make calls. RuntimeError: there can be none, and whoever calls makes
         them, for as long as TCP waits.
         """
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._has_thread = False
+            raise
 
     def close(self) -> None:
         """End the thread; it is left alone if the store has gone."""
         self._calls.put(None)
-        if self._thread.is_alive() and not self._gone:
+        if self._has_thread and not self._gone:
             self._thread.join(self._timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -163,7 +168,7 @@ class Store:
     def _call(self, function: Callable[[], Any]) -> Any:
         call = _Call(function)
         if not self._gone:
-            if self._thread.is_alive():
+            if self._has_thread:
                 self._calls.put(call)
             else:
                 call.make()

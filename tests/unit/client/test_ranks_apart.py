@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,12 @@ def test_a_call_that_fails_at_its_beginning_counts(
 def fail_at_once(path: str) -> str:
     """As a rank: ranks 1 and 2 fail, neither of which knows of the other, before rank 0 comes."""
     rank, check = dist.get_rank(), stores.Store.check
+
+    def see_no_failure(self: stores.Store, keys: Sequence[str]) -> bool:
+        return not keys[0].endswith("/failed") and check(self, keys)
+
     if rank != 0:
-        stores.Store.check = lambda self, keys: (  # type: ignore[method-assign]
-            not keys[0].endswith("/failed") and check(self, keys)
-        )
+        pytest.MonkeyPatch().setattr(stores.Store, "check", see_no_failure)
     if rank != 1:
         default_store().wait([f"failed {2 if rank == 0 else 1}"])
     said = said_of(lambda: client.save({"bad": lambda: None} if rank else {}, path))
