@@ -27,7 +27,7 @@ from fpfs.client.archives import check_archive, is_located, offset_of
 from fpfs.client.boxes import Box, runs_of
 from fpfs.client.parallel_file import Piece
 from fpfs.client.sharding import is_dtensor, part_of
-from fpfs.client.snapshot import ALIGNMENT, bytes_of_tensor
+from fpfs.client.snapshot import ALIGNMENT, bytes_of_tensor, reach
 
 BUFFER_BYTES = 64 * 1024 * 1024
 
@@ -135,7 +135,7 @@ def _apart(fillings: Sequence[Filling]) -> tuple[list[Filling], list[Filling]]:
     for number, (_, target, box, *_) in enumerate(fillings):
         if box.elements > 0:
             begin = _address_of(target)
-            span = _Span(begin, begin + _reach(target), number)
+            span = _Span(begin, begin + reach(target), number)
             spans.setdefault(target.device, []).append(span)
     for on_device in spans.values():
         for cluster in _overlapping(on_device):
@@ -163,15 +163,6 @@ def _has_all(tensor: torch.Tensor) -> bool:
     """Whether it has all bytes that it reaches."""
     is_plain = type(tensor) is torch.Tensor
     return is_plain and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last one."""
-    if tensor.is_contiguous():
-        return int(tensor.nbytes)
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in steps)
-    return int(elements * tensor.itemsize)
 
 
 def _overlapping(spans: Iterable[_Span]) -> Iterator[list[_Span]]:

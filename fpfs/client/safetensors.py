@@ -35,6 +35,7 @@ from fpfs.client.peers import Alone, peers_of
 from fpfs.client.replacement import remove_left
 from fpfs.client.saving import Save, Saved
 from fpfs.client.sharding import Sharded, is_dtensor, part_of
+from fpfs.client.snapshot import reach
 from fpfs.client.topology import TIMEOUT_S
 from fpfs.core.temporary_names import target_of
 
@@ -276,9 +277,8 @@ def _check_apart(items: Iterable[_Item]) -> None:
                 raise _shared(views[view], item.name)
             views[view] = item.name
             # As far as it reaches, with its gaps.
-            reach = sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True)) + 1
             begin = local.data_ptr()
-            spans.append((str(local.device), begin, begin + reach * local.itemsize, item))
+            spans.append((str(local.device), begin, begin + reach(local), item))
     before: list[tuple[str, int, int, _Item]] = []
     pairs = 0
     for span in sorted(spans, key=lambda span: span[:3]):

@@ -277,6 +277,15 @@ def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_of(tensor.untyped_storage(), start, start + tensor.nbytes)
 
 
+def reach(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from its first element, of some, to the end of its last."""
+    if tensor.is_contiguous():
+        return int(tensor.nbytes)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return int(elements * tensor.itemsize)
+
+
 def copy_rest(uncopied: Uncopied) -> None:
     """Copy what `Memory.copy` has left, on this thread alone: torch would use others beside it.
 
@@ -373,4 +382,5 @@ __all__ = [
     "bytes_of",
     "bytes_of_tensor",
     "copy_rest",
+    "reach",
 ]

@@ -97,7 +97,7 @@ class Updates:
         self.optimizers = tuple(optimizers)
         """Whose steps wait."""
         self.savings: tuple[Reading, ...] = ()
-        """What steps wait for, at most `timeout_s`."""
+        """What steps wait for, as long as it moves a byte within `timeout_s`."""
         self._timeout_s = timeout_s
         self._strict = strict
         self._pid = os.getpid()
@@ -159,7 +159,11 @@ class Updates:
                 if type(local) not in {torch.Tensor, torch.nn.Parameter} or local.is_inference():
                     continue
                 is_beside = local.device.type == "cpu" or has_streams(local.device)
-                if is_beside and local.layout is torch.strided and _is_dense(local):
+                if (
+                    is_beside
+                    and local.layout is torch.strided
+                    and torch.ops.aten.is_non_overlapping_and_dense(local)
+                ):
                     storage, first = local.untyped_storage(), local.data_ptr()
                     key = _key_of(storage)
                     storages[key] = storage
@@ -206,16 +210,6 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         values = state.values() if isinstance(state, dict) else ()
         yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether there are no other bytes between those of its elements, in whatever order."""
-    expected = 1
-    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1 and step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _key_of(storage: torch.UntypedStorage) -> _Key:

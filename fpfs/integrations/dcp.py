@@ -495,7 +495,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
     def wait_before_update(self) -> None:
         """Return when what `optimizers` have may change: all states that are staged have it.
 
-        Raises TimeoutError if that takes longer than 5 minutes, as do steps of `optimizers`.
+        Raises TimeoutError if no byte is moved for 5 minutes, as do steps of `optimizers`.
         """
         self._updates.wait()
 

@@ -220,8 +220,8 @@ class OpenShare:
         return start_reading(pieces, fd=self.fd, owners=owners)
 
 
-_CHECKED_BYTES = 1024 * 1024 * 1024
-"""Of the file, whose runs are looked for at a time: each takes memory."""
+_CHECKED_BYTES = 16 * 1024 * 1024
+"""Of the file, whose runs are looked for at a time: each takes some hundred bytes."""
 
 
 class Shares:

@@ -209,6 +209,16 @@ class Watch(TrainerCallback):
             self.hold.go.set()
 
 
+class Steps(TrainerCallback):
+    """Tells which steps are made."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.begun.append(state.global_step + 1)
+
+
 def test_training_goes_on_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the copy is of the step that was to be saved."""
     hold = Hold(monkeypatch)
@@ -614,15 +624,10 @@ def test_a_run_that_was_killed_while_it_replaced_one_goes_on_from_that(tmp_path:
     trainer_of(tmp_path, 4, by_fpfs=True).train()
     (tmp_path / "checkpoint-4").rename(tmp_path / f"{FORMER}checkpoint-4")
     shutil.copytree(tmp_path / "checkpoint-2", tmp_path / f"{UNFINISHED}checkpoint-4")
-    trainer, steps = trainer_of(tmp_path, 6, by_fpfs=True), list[int]()
-
-    class Count(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            steps.append(state.global_step)
-
-    trainer.add_callback(Count())
+    trainer, steps = trainer_of(tmp_path, 6, by_fpfs=True), Steps()
+    trainer.add_callback(steps)
     trainer.train(resume_from_checkpoint=True)
-    assert steps == [5, 6]
+    assert steps.begun == [5, 6]
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
