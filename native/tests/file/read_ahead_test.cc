@@ -16,8 +16,9 @@ class Reader {
   Reader(EngineFixture& fixture, std::shared_ptr<File> file, uint64_t bytes)
       : fixture_(fixture),
         file_(std::move(file)),
+        // (A piece may be given back by its device's thread when this is gone.)
         ahead_(std::make_shared<ReadAhead>(fixture.engine().read_buffers(), file_, bytes,
-                                           [this] { fixture_.engine().wake(); })) {}
+                                           [&engine = fixture.engine()] { engine.wake(); })) {}
 
   std::string read(uint64_t offset, size_t length) {
     struct Answer {
